@@ -1,0 +1,28 @@
+"""The few ways in which the layer stops a run, each before anything expensive starts where that is possible.
+
+A message names the component, what was found, what was expected and what to do next.
+"""
+
+
+class LowMemError(RuntimeError):
+    """Base of every error that the layer raises on purpose."""
+
+
+class SettingsError(LowMemError):
+    """A ``MOSS_LOWMEM_*`` variable has an unknown name, a wrong value, or contradicts another one."""
+
+
+class SeamError(LowMemError):
+    """Upstream does not have the name, signature or attribute that a patch holds on to."""
+
+
+class EnvironmentProblem(LowMemError):
+    """The machine or an installed package cannot do what was asked for."""
+
+
+class NumericsError(LowMemError):
+    """A number that has to hold does not: a loss scale, a count of contributions, a finite value."""
+
+
+class StateError(LowMemError):
+    """Saved optimizer state does not belong to the parameters it is loaded into."""
