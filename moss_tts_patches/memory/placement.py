@@ -1,0 +1,170 @@
+"""Host memory for gradients and optimizer states: the one place where it is allocated.
+
+A buffer here is gigabytes, so three things matter that do not for small ones. It has to be *there*: running out in the
+middle of a step kills the process without a word, so the room is checked first. It should be *page-locked*, or copies
+to the GPU neither overlap nor reach full speed; PyTorch's own pinned allocator rounds every buffer up to a power of two
+(5.2 GiB of states would take 8), so ordinary memory is registered with the driver instead. And whoever measures memory
+has to know that the storage is *on the host*, since under ``FakeTensorMode`` every tensor looks alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import warnings
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..errors import EnvironmentProblem
+
+GIB = 2**30
+_MEMINFO = "/proc/meminfo"
+_CGROUP = "/sys/fs/cgroup"
+
+_observers: dict[int, Callable[[torch.UntypedStorage], object]] = {}
+_observer_ids = itertools.count()
+_warned_unpinned = False
+
+
+class ObserverHandle:
+    """Undoes one :func:`register_host_observer`."""
+
+    def __init__(self, identity: int) -> None:
+        self._identity = identity
+
+    def remove(self) -> None:
+        """Stops the notifications; a second call does nothing."""
+        _observers.pop(self._identity, None)
+
+
+def register_host_observer(observer: Callable[[torch.UntypedStorage], object]) -> ObserverHandle:
+    """Has ``observer`` told about every buffer that :func:`empty_host` hands out from now on."""
+    identity = next(_observer_ids)
+    _observers[identity] = observer
+    return ObserverHandle(identity)
+
+
+def empty_host(numel: int, dtype: torch.dtype, *, pinned: bool | None = None) -> torch.Tensor:
+    """Allocates an uninitialised host buffer, page-locked where that helps and can be had.
+
+    Args:
+        numel: elements; a Python int, so it does not overflow.
+        dtype: of the elements.
+        pinned: page-lock the buffer; by default where a CUDA device is there to copy to.
+
+    Returns:
+        ``[numel]`` on the CPU; a fake tensor, with no memory behind it, under ``FakeTensorMode``.
+
+    Raises:
+        EnvironmentProblem: the machine does not have that much memory available.
+    """
+    needed = numel * dtype.itemsize
+    simulated = isinstance(torch.empty(0, device="cpu"), FakeTensor)
+    if not simulated:
+        _check_room(needed)
+    try:
+        buffer = torch.empty(numel, dtype=dtype, device="cpu")
+    except (RuntimeError, MemoryError) as error:
+        raise _shortage(needed, available_host_bytes()) from error
+    if not simulated and needed and (torch.cuda.is_available() if pinned is None else pinned):
+        _pin(buffer)
+    announce_host(buffer)
+    return buffer
+
+
+def announce_host(tensor: torch.Tensor) -> None:
+    """Tells the observers that ``tensor``, allocated elsewhere, stays in host memory."""
+    for observer in list(_observers.values()):
+        observer(tensor.untyped_storage())
+
+
+def available_host_bytes() -> int | None:
+    """Returns how much memory can still be taken without swapping, or None where the system does not say.
+
+    A container's own limit counts too: ``MemAvailable`` is the whole machine's, and passing the limit is a kill.
+    """
+    known = [value for value in (_machine_available(), _container_available()) if value is not None]
+    return min(known) if known else None
+
+
+def _machine_available() -> int | None:
+    for line in _read_lines(_MEMINFO):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows, macOS
+        return None
+
+
+def _container_available() -> int | None:
+    """Reads cgroup v2; file pages that can be dropped do not count as used."""
+    limit, used = _read_lines(f"{_CGROUP}/memory.max"), _read_lines(f"{_CGROUP}/memory.current")
+    if not limit or not used or not limit[0].isdigit():  # no limit reads "max"
+        return None
+    droppable = 0
+    for line in _read_lines(f"{_CGROUP}/memory.stat"):
+        if line.startswith("inactive_file "):
+            droppable = int(line.split()[1])
+    return max(0, int(limit[0]) - int(used[0]) + droppable)
+
+
+def _read_lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            return file.read().splitlines()
+    except OSError:
+        return []
+
+
+def _check_room(needed: int) -> None:
+    available = available_host_bytes()
+    if available is not None and needed > available:
+        raise _shortage(needed, available)
+
+
+def _shortage(needed: int, available: int | None) -> EnvironmentProblem:
+    found = "an unknown amount" if available is None else f"{available / GIB:.2f} GiB"
+    return EnvironmentProblem(
+        f"host memory: {needed / GIB:.2f} GiB of RAM are needed for gradients or optimizer states, {found} is "
+        "available. Close other programs, or keep more on the GPU: MOSS_LOWMEM_STATES=device or "
+        "MOSS_LOWMEM_GRADIENTS=device."
+    )
+
+
+def _pin(buffer: torch.Tensor) -> None:
+    """Page-locks the buffer for as long as its storage lives; says once when that cannot be had."""
+    global _warned_unpinned
+    address = buffer.data_ptr()
+    if _register(address, buffer.numel() * buffer.element_size()):
+        weakref.finalize(buffer.untyped_storage(), _unregister, address).atexit = False
+    elif not _warned_unpinned:
+        _warned_unpinned = True
+        warnings.warn(
+            "host memory: the driver would not page-lock the buffers (WSL2 and container limits cap it). Training "
+            "goes on with pageable memory: the same numbers, slower copies.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _register(address: int, size: int) -> bool:
+    """Registers memory with the CUDA driver; False where it refuses."""
+    try:
+        cudart = torch.cuda.cudart()
+        if cudart.cudaHostRegister(address, size, 0) == cudart.cudaError.success:
+            return True
+    except (RuntimeError, AssertionError, AttributeError):  # torch without CUDA, no driver
+        return False
+    # The refused call leaves its error pending, and the next kernel launch would report it as its own.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros((), device="cuda")
+    return False
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)

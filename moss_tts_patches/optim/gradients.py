@@ -1,0 +1,282 @@
+"""Where gradients live between the moment they are complete and the optimizer step.
+
+The loss engine and autograd deliver *contributions*; a store adds them up over the micro-batches of a step and hands
+them to the optimizer one parameter at a time. ``DeviceGradients`` keeps them in ``parameter.grad``, as torch does;
+:mod:`.host_gradients` moves them to host memory.
+
+Two things are the store's business wherever the gradients live:
+
+* *chunk sums*: a parameter that the engine runs chunk by chunk receives many small contributions per micro-batch.
+  Added up in bf16 they would cost up to 2.2 times upstream's own rounding error, so the store carries the rounding
+  error of every addition along (:func:`add_compensated`);
+* *counting*: how many contributions a parameter got in this micro-batch, so that a gradient that was lost or came
+  twice is noticed in the step in which it happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from ..errors import NumericsError
+
+# Elements worked on at once where float32 temporaries are needed: 2**22 are 16 MiB each.
+SLICE_ELEMENTS = 2**22
+
+
+def add_compensated(total: torch.Tensor, error: torch.Tensor, value: torch.Tensor) -> None:
+    """Adds ``value`` to ``total`` in place and keeps what rounding left over, one byte an element.
+
+    ``error`` holds the difference between the exact sum and ``total`` in units of 1/256 of the last place of ``total``,
+    so the pair carries 8 bits more than bfloat16. 47 chunk sums (1500 frames) then cost a hundredth of the one
+    rounding at the end; a second bfloat16 buffer would do no better and take twice the memory.
+
+    Args:
+        total: running sum, bfloat16, contiguous.
+        error: int8, same shape.
+        value: the addend, same shape.
+
+    Source: Kahan, "Further remarks on reducing truncation errors", CACM 8(1), 1965; the sum is formed in float32 and
+    split again, so one operation does for every order of magnitude.
+    """
+    flat_total, flat_error, flat_value = total.view(-1), error.view(-1), value.reshape(-1)
+    for start in range(0, flat_total.numel(), SLICE_ELEMENTS):
+        part = slice(start, start + SLICE_ELEMENTS)
+        exact = _last_place(flat_total[part])
+        exact *= flat_error[part]
+        exact += flat_total[part]
+        exact += flat_value[part]
+        flat_total[part] = exact
+        exact -= flat_total[part]
+        exact /= _last_place(flat_total[part])
+        flat_error[part] = exact.round_().clamp_(-128, 127)
+
+
+def _last_place(values: torch.Tensor) -> torch.Tensor:
+    """Returns 1/256 of the unit in the last place of bfloat16 ``values``, float32.
+
+    bfloat16 has 8 significant bits: the last place of ``2**e * 1.xxxxxxx`` is ``2**(e - 7)``. The exponent bits alone
+    are the float ``2**e`` (zero for subnormals, whose error is then lost: below 1e-38).
+    """
+    exponent = values.view(torch.int16).bitwise_and(0x7F80).view(torch.bfloat16).float()
+    return exponent.mul_(2.0**-15).clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+class ChunkSum:
+    """The running sum of one parameter's chunk gradients within a micro-batch."""
+
+    def __init__(self, total: torch.Tensor | None) -> None:
+        self.total = total
+        self._error: torch.Tensor | None = None
+
+    def add(self, value: torch.Tensor) -> None:
+        """Adds one chunk's gradient; the first one is taken over as it is."""
+        if self.total is None:
+            self.total = value.contiguous()
+        elif self.total.dtype != torch.bfloat16:
+            self.total += value
+        else:
+            if self._error is None:
+                self._error = torch.zeros_like(self.total, dtype=torch.int8)
+            add_compensated(self.total, self._error, value)
+
+
+class GradientStore:
+    """Base of the stores: receives contributions, keeps count, lends out chunk sums.
+
+    A store is also the gradient source of an optimizer: ``fetch``, ``release``, ``zero``.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[nn.Parameter, str] = {}
+        self._sums: dict[nn.Parameter, ChunkSum] = {}
+        self._counts: dict[nn.Parameter, int] = {}
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    def attach(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Watches every trainable parameter from now on."""
+        for name, parameter in named_parameters:
+            if parameter.requires_grad and parameter not in self._names:
+                self._names[parameter] = name
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived))
+
+    def detach(self) -> None:
+        """Stops watching; gradients stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._names.clear()
+
+    # -- contributions -------------------------------------------------------------------------------------------
+
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Adds a dense contribution, same shape as the parameter."""
+        raise NotImplementedError
+
+    def add_slice(self, parameter: nn.Parameter, start: int, end: int, gradient: torch.Tensor) -> None:
+        """Adds to rows ``start:end`` of the parameter's gradient; ``gradient`` is ``[end - start, ...]``."""
+        raise NotImplementedError
+
+    def add_rows(self, parameter: nn.Parameter, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        """Adds ``rows [n, hidden]`` (float32) at ``ids [n]``, each id with a non-zero row at most once."""
+        raise NotImplementedError
+
+    def count(self, parameter: nn.Parameter) -> None:
+        """Notes that one contribution of this micro-batch is complete."""
+        self._counts[parameter] = self._counts.get(parameter, 0) + 1
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        """Runs when autograd has written ``parameter.grad``."""
+        if parameter in self._sums:
+            gradient = parameter.grad
+            parameter.grad = None
+            if gradient is not None:
+                self._sums[parameter].add(gradient)
+        else:
+            self._complete(parameter)
+
+    def _complete(self, parameter: nn.Parameter) -> None:
+        """Autograd's contribution of this micro-batch stands in ``parameter.grad``."""
+        raise NotImplementedError
+
+    # -- chunk sums ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def chunk_sums(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """While open, autograd's gradients of ``parameters`` are partial sums of one contribution."""
+        opened = [parameter for parameter in parameters if parameter.requires_grad]
+        for parameter in opened:
+            self._sums[parameter] = self._open_sum(parameter)
+        try:
+            yield
+        finally:
+            sums = {parameter: self._sums.pop(parameter) for parameter in opened}
+        for parameter, chunk_sum in sums.items():
+            self._close_sum(parameter, chunk_sum)
+            self.count(parameter)
+
+    def add_chunk(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Adds a chunk's gradient that did not come through autograd; the parameter's sum must be open."""
+        self._sums[parameter].add(gradient.to(parameter.dtype))
+
+    def _open_sum(self, parameter: nn.Parameter) -> ChunkSum:
+        raise NotImplementedError
+
+    def _close_sum(self, parameter: nn.Parameter, chunk_sum: ChunkSum) -> None:
+        raise NotImplementedError
+
+    # -- one micro-batch -----------------------------------------------------------------------------------------
+
+    def end_micro_batch(self, expected: dict[nn.Parameter, int]) -> None:
+        """Checks that every parameter got as many contributions as the loss says it has.
+
+        Args:
+            expected: contributions by parameter where that is not 1; 0 where none is due.
+
+        Raises:
+            NumericsError: a gradient was lost or came twice; names up to ten parameters.
+        """
+        wrong = []
+        for parameter, name in self._names.items():
+            want, got = expected.get(parameter, 1), self._counts.get(parameter, 0)
+            if want != got:
+                wrong.append(f"{name} (expected {want}, got {got})")
+        self._counts.clear()
+        if wrong:
+            shown = ", ".join(wrong[:10]) + (f" and {len(wrong) - 10} more" if len(wrong) > 10 else "")
+            raise NumericsError(
+                f"gradient store: {len(wrong)} parameters did not get the contributions that this micro-batch owes "
+                f"them: {shown}. The weights were not touched. This is a fault of the layer or an upstream change: "
+                "set MOSS_LOWMEM_SCHEDULE=autograd MOSS_LOWMEM_GRADIENTS=device to train without it, and report it."
+            )
+
+    # -- gradient source of the optimizer ------------------------------------------------------------------------
+
+    def fetch(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Returns the accumulated gradient on the parameter's device, clipped, or None if there is none."""
+        raise NotImplementedError
+
+    def release(self, parameter: nn.Parameter) -> None:
+        """The optimizer is done with ``parameter``: its fetched gradient may be freed."""
+
+    def zero(self) -> None:
+        """Forgets all gradients: the next micro-batch starts a new step."""
+        raise NotImplementedError
+
+    def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Scales all gradients so that their total norm is at most ``max_norm``; returns the norm before."""
+        raise NotImplementedError
+
+    def device_bytes(self) -> int:
+        """Bytes of gradients that stand on the compute device now."""
+        return sum(
+            parameter.grad.numel() * parameter.grad.element_size()
+            for parameter in self._names
+            if parameter.grad is not None
+        )
+
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the store holds."""
+        return 0
+
+
+class DeviceGradients(GradientStore):
+    """Keeps gradients in ``parameter.grad`` on the compute device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Gradients of earlier micro-batches, put aside while a chunk sum is open.
+        self._before: dict[nn.Parameter, torch.Tensor | None] = {}
+
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = gradient.to(parameter.dtype)
+        else:
+            parameter.grad += gradient
+        self.count(parameter)
+
+    def add_slice(self, parameter: nn.Parameter, start: int, end: int, gradient: torch.Tensor) -> None:
+        self._dense(parameter)[start:end] += gradient
+
+    def add_rows(self, parameter: nn.Parameter, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        gradient = self._dense(parameter)
+        gradient.index_add_(0, ids, rows.to(gradient.dtype))
+        self.count(parameter)
+
+    def _dense(self, parameter: nn.Parameter) -> torch.Tensor:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+
+    def _complete(self, parameter: nn.Parameter) -> None:
+        self.count(parameter)
+
+    def _open_sum(self, parameter: nn.Parameter) -> ChunkSum:
+        before, parameter.grad = parameter.grad, None
+        if parameter.dtype == torch.bfloat16:
+            return ChunkSum(before)  # goes on from earlier micro-batches: a second buffer would cost 2 bytes more
+        self._before[parameter] = before
+        return ChunkSum(None)
+
+    def _close_sum(self, parameter: nn.Parameter, chunk_sum: ChunkSum) -> None:
+        before = self._before.pop(parameter, None)
+        if before is None:
+            parameter.grad = chunk_sum.total
+        else:
+            parameter.grad = before if chunk_sum.total is None else before.add_(chunk_sum.total)
+
+    def fetch(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        return parameter.grad
+
+    def release(self, parameter: nn.Parameter) -> None:
+        parameter.grad = None
+
+    def zero(self) -> None:
+        for parameter in self._names:
+            parameter.grad = None
+
+    def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+        return nn.utils.clip_grad_norm_(list(parameters), max_norm, norm_type)

@@ -1,0 +1,271 @@
+"""Gradients in host memory: each leaves the GPU as soon as it is complete and is added up there.
+
+One arena holds all gradients, so that pinned memory is registered once (PyTorch's own pinned allocator rounds every
+buffer up to a power of two). Contributions pass through staging buffers on a side stream while the backward goes on;
+one worker thread adds them, in the order in which they came, so that a sum does not depend on timing.
+"""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..errors import NumericsError
+from ..memory.placement import empty_host
+from .gradients import ChunkSum, GradientStore
+
+# Gradients on their way to the host at any moment: enough to keep PCIe busy while the worker adds (16 ms at 16 GB/s),
+# small beside 5 GiB of weights. The planner counts it.
+IN_FLIGHT_BYTES = 256 * 2**20
+LARGEST_ELEMENT_BYTES = 8  # int64 ids
+PIECE_ELEMENTS = IN_FLIGHT_BYTES // 4 // LARGEST_ELEMENT_BYTES  # four staging buffers of 64 MiB
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one parameter's gradient lies in the arena: ``offset`` in elements (Python ints do not overflow)."""
+
+    offset: int
+    shape: torch.Size
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+
+class HostGradients(GradientStore):
+    """Accumulates gradients in one host arena.
+
+    Args:
+        dtype: of the arena: float32 (4 bytes of RAM per trained parameter) or bfloat16 (2 bytes; sums of many
+            micro-batches then round as they would on the GPU).
+        threaded: use the worker thread for CPU tensors too (it is always used for CUDA ones).
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32, *, threaded: bool = False) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self._threaded = threaded
+        self._arena: torch.Tensor | None = None
+        self._places: dict[nn.Parameter, _Place] = {}
+        self._written: set[nn.Parameter] = set()
+        self._clip: torch.Tensor | None = None
+        self._lane: TransferLane | None = None
+
+    def attach(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        super().attach(named_parameters)
+        offset = 0
+        for parameter in self._names:
+            self._places[parameter] = _Place(offset, parameter.shape)
+            offset += parameter.numel()
+        self._arena = empty_host(offset, self.dtype)
+
+    # -- contributions -------------------------------------------------------------------------------------------
+
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        self._send_range(parameter, 0, gradient)
+        self.count(parameter)
+
+    def add_slice(self, parameter: nn.Parameter, start: int, end: int, gradient: torch.Tensor) -> None:
+        self._begin(parameter)
+        self._send_range(parameter, start * (parameter.numel() // parameter.shape[0]), gradient)
+
+    def add_rows(self, parameter: nn.Parameter, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        self._begin(parameter)
+        view = self._view(parameter)
+        block = max(1, PIECE_ELEMENTS // rows.shape[1])
+        for part_ids, part_rows in zip(ids.split(block), rows.split(block)):
+            self._send_rows(view, part_ids, part_rows)
+        self.count(parameter)
+
+    def _send_rows(self, view: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
+        arrived: list[torch.Tensor] = []
+        # The ids travel first; the lane keeps order.
+        self._send(ids, lambda staged: arrived.append(staged.clone()))
+        self._send(rows, lambda staged: view.index_add_(0, arrived[0], staged.view(rows.shape).to(view.dtype)))
+
+    def _begin(self, parameter: nn.Parameter) -> None:
+        """Clears the parameter's place where this is its first, partial contribution of the step."""
+        if parameter not in self._written:
+            self._written.add(parameter)
+            view = self._view(parameter)
+            self._run(view.zero_)
+
+    def _send_range(self, parameter: nn.Parameter, first_element: int, value: torch.Tensor) -> None:
+        """Adds ``value`` to the flattened gradient from ``first_element`` on, or sets it where the step has none."""
+        target = self._view(parameter).view(-1)
+        combine = torch.Tensor.add_ if parameter in self._written else torch.Tensor.copy_
+        self._written.add(parameter)
+        flat = value.reshape(-1)
+        for start in range(0, flat.numel(), PIECE_ELEMENTS):
+            piece = flat[start : start + PIECE_ELEMENTS]
+            place = target[first_element + start : first_element + start + piece.numel()]
+            self._send(piece, functools.partial(combine, place))
+
+    def _send(self, value: torch.Tensor, consume: Callable[[torch.Tensor], object]) -> None:
+        """Has ``consume`` called with a flat host copy of ``value``, in the order of the calls."""
+        if self._lane is None and (value.is_cuda or self._threaded):
+            self._lane = TransferLane(value.device)
+        if self._lane is None:
+            consume(value.reshape(-1))
+        else:
+            self._lane.send(value.reshape(-1), consume)
+
+    def _run(self, action: Callable[[], object]) -> None:
+        """Runs ``action`` on the arena in order with the contributions."""
+        if self._lane is None:
+            action()
+        else:
+            self._lane.run(action)
+
+    def _view(self, parameter: nn.Parameter) -> torch.Tensor:
+        place = self._places[parameter]
+        assert self._arena is not None
+        return self._arena[place.offset : place.offset + place.numel].view(place.shape)
+
+    def _complete(self, parameter: nn.Parameter) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            self.add(parameter, gradient)
+
+    def _open_sum(self, parameter: nn.Parameter) -> ChunkSum:
+        return ChunkSum(None)
+
+    def _close_sum(self, parameter: nn.Parameter, chunk_sum: ChunkSum) -> None:
+        if chunk_sum.total is not None:
+            self.add(parameter, chunk_sum.total)
+            self._counts[parameter] -= 1  # chunk_sums counts the contribution itself
+
+    # -- gradient source of the optimizer ------------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Returns when every contribution has been added.
+
+        Raises:
+            NumericsError: the worker failed.
+        """
+        if self._lane is not None:
+            self._lane.wait()
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter received anything in this step."""
+        return parameter in self._written
+
+    def fetch(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        if not self.has(parameter):
+            return None
+        return self.fetch_range(parameter, 0, parameter.numel()).view(parameter.shape)
+
+    def fetch_range(self, parameter: nn.Parameter, start: int, end: int) -> torch.Tensor:
+        """Returns elements ``start:end`` of the flattened gradient on the parameter's device, clipped.
+
+        The arena's own dtype travels: rounding to bf16 on the host would cost more time than it saves on PCIe.
+        """
+        self.wait()
+        values = self._view(parameter).view(-1)[start:end].to(parameter.device, non_blocking=True)
+        if self._clip is None:
+            return values
+        return values * self._clip.to(values.device)
+
+    def zero(self) -> None:
+        self.wait()
+        self._written.clear()
+        self._clip = None
+
+    def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Computes the norm over everything now; the scaling itself happens when a gradient is fetched.
+
+        Source: the arithmetic of ``torch.nn.utils.clip_grad_norm_``, so that a CPU run gives the same bits.
+        """
+        self.wait()
+        views = [self._view(parameter) for parameter in parameters if parameter in self._written]
+        total = nn.utils.get_total_norm(views, norm_type, foreach=False)
+        self._clip = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        return total
+
+    def host_bytes(self) -> int:
+        return 0 if self._arena is None else self._arena.numel() * self._arena.element_size()
+
+
+class TransferLane:
+    """Copies tensors off a device through pinned staging buffers and has one worker thread consume them in order.
+
+    ``send`` returns as soon as the copy is queued on a side stream; the tensor's memory is free for reuse when the copy
+    has run (``record_stream``). It blocks while all staging buffers are in use, which bounds what is in flight.
+
+    Args:
+        device: where the tensors come from.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._jobs: queue.Queue[Callable[[], object] | None] = queue.Queue()
+        self._free: queue.Queue[torch.Tensor] = queue.Queue()
+        staging = empty_host(IN_FLIGHT_BYTES, torch.uint8)
+        for slot in staging.split(PIECE_ELEMENTS * LARGEST_ELEMENT_BYTES):
+            self._free.put(slot)
+        self._error: BaseException | None = None
+        threading.Thread(target=self._work, name="moss-lowmem-gradients", daemon=True).start()
+
+    def send(self, value: torch.Tensor, consume: Callable[[torch.Tensor], object]) -> None:
+        """Queues a flat tensor of at most ``PIECE_ELEMENTS`` elements."""
+        slot = self._free.get()
+        staged = slot[: value.numel() * value.element_size()].view(value.dtype)
+        arrived = self._copy(value, staged)
+
+        def deliver() -> None:
+            try:
+                if arrived is not None:
+                    arrived.synchronize()
+                consume(staged)
+            finally:
+                self._free.put(slot)
+
+        self._jobs.put(deliver)
+
+    def run(self, action: Callable[[], object]) -> None:
+        """Queues an action without data."""
+        self._jobs.put(action)
+
+    def wait(self) -> None:
+        """Returns when everything queued so far is done.
+
+        Raises:
+            NumericsError: a job failed; the gradients of this step are incomplete.
+        """
+        self._jobs.join()
+        if self._error is not None:
+            raise NumericsError(
+                f"host gradient store: a gradient could not be added ({self._error!r}). The step is incomplete and the "
+                "weights were not touched; restart from the last checkpoint."
+            ) from self._error
+
+    def _copy(self, value: torch.Tensor, staged: torch.Tensor) -> torch.cuda.Event | None:
+        if self._stream is None:
+            staged.copy_(value)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(value.device))
+        with torch.cuda.stream(self._stream):
+            staged.copy_(value, non_blocking=True)
+            value.record_stream(self._stream)
+            arrived = torch.cuda.Event()
+            arrived.record(self._stream)
+        return arrived
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            try:
+                if job is None:
+                    return
+                job()
+            except BaseException as error:  # handed to the thread that waits; later jobs still free their buffers
+                self._error = self._error or error
+            finally:
+                self._jobs.task_done()
