@@ -1,0 +1,159 @@
+"""What a family has to tell the layer: seams of its trainer, parts of its model, its loss."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ..errors import SeamError
+from ..loss.engine import LossEngine
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A name that a patch holds on to.
+
+    Attributes:
+        name: the name on its holder.
+        parameters: parameter names that its signature must have; empty means any.
+    """
+
+    name: str
+    parameters: tuple[str, ...] = ()
+
+    def find(self, holder: Any, holder_name: str) -> Any:
+        """Returns what stands there.
+
+        Raises:
+            SeamError: the name is missing or its signature lacks a parameter.
+        """
+        found = holder.get(self.name) if isinstance(holder, dict) else getattr(holder, self.name, None)
+        if found is None:
+            raise SeamError(
+                f"seam {holder_name}.{self.name}: not found. This version of the layer needs it; upstream seems to "
+                "have renamed or removed it. Use the upstream commit named in the README, upgrade moss_tts_patches, "
+                "or train without it (MOSS_LOWMEM=0)."
+            )
+        if self.parameters:
+            self._check_signature(found, holder_name)
+        return found
+
+    def _check_signature(self, found: Any, holder_name: str) -> None:
+        present = inspect.signature(found).parameters
+        missing = [name for name in self.parameters if name not in present]
+        if missing:
+            raise SeamError(
+                f"seam {holder_name}.{self.name}: its signature has changed. Expected parameters "
+                f"{', '.join(self.parameters)}; missing: {', '.join(missing)}; found: {', '.join(present)}. "
+                "Upgrade moss_tts_patches, or train without it (MOSS_LOWMEM=0)."
+            )
+
+
+@dataclass(frozen=True)
+class LabelSummary:
+    """What has to be known of a micro-batch's labels before the engine runs.
+
+    Everything that depends on the data's values, and therefore waits for the device, happens here and once.
+
+    Attributes:
+        positions: ``[frames]`` int64, flat indices into batch x positions of those with at least one label.
+        empty_channels: indices of channels without any label.
+    """
+
+    positions: torch.Tensor
+    empty_channels: tuple[int, ...] = ()
+
+
+@dataclass
+class TrainingContext:
+    """What a family's forward needs from the run: plain values and the engine.
+
+    Attributes:
+        engine: computes the loss.
+        direct: gradients go to the store during the forward (``fused``, ``staged``).
+        loss_scale: returns the factor between the loss and what is back-propagated.
+        finite_empty_channels: leave channels without labels out of the printed loss instead of printing nan.
+        say_once: logs a line the first time it is called with it.
+        summarise_labels: replaces the family's own summary (the planner works on tensors without values).
+    """
+
+    engine: LossEngine
+    direct: bool
+    loss_scale: Callable[[], float]
+    finite_empty_channels: bool
+    say_once: Callable[[str], None]
+    summarise_labels: Callable[[torch.Tensor], LabelSummary]
+    expected_contributions: dict[nn.Parameter, int] = field(default_factory=dict)
+
+
+class Family(ABC):
+    """Base of the families."""
+
+    name: ClassVar[str]
+    trainer_seams: ClassVar[tuple[Seam, ...]]
+    class_seams: ClassVar[tuple[Seam, ...]]
+
+    @classmethod
+    @abstractmethod
+    def recognises(cls, namespace: dict[str, Any]) -> bool:
+        """Whether this trainer namespace is this family's."""
+
+    @abstractmethod
+    def model_class(self, namespace: dict[str, Any]) -> type[nn.Module]:
+        """The class whose ``from_pretrained`` the trainer calls."""
+
+    @abstractmethod
+    def check_structure(self, model: nn.Module) -> None:
+        """Checks parts, list lengths and shapes of an instance; raises SeamError."""
+
+    @abstractmethod
+    def backbone(self, model: nn.Module) -> nn.Module:
+        """The transformer whose layers are checkpointed."""
+
+    @abstractmethod
+    def depth_model(self, model: nn.Module) -> nn.Module | None:
+        """The transformer over one frame's codebooks, or None."""
+
+    @abstractmethod
+    def unread_embeddings(self, model: nn.Module) -> Sequence[tuple[nn.Module, str]]:
+        """Embeddings that training never reads, as ``(parent module, attribute)``."""
+
+    @abstractmethod
+    def training_output(self, model: nn.Module, batch: dict[str, Any], context: TrainingContext) -> Any:
+        """The forward pass of the trainer's call, with the engine's loss; only ``.loss`` is read of its result."""
+
+    @abstractmethod
+    def shrunken_config(self, config: Any) -> Any:
+        """A copy of a model config with a few small layers, for the self check."""
+
+    @abstractmethod
+    def sample_batch(self, config: Any, generator: torch.Generator) -> dict[str, Any]:
+        """A small random batch with unsupervised positions and padding, as the trainer would pass it."""
+
+    def check_trainer(self, namespace: dict[str, Any]) -> None:
+        """Checks every seam of the trainer and of its model class; raises SeamError naming the first that fails."""
+        for seam in self.trainer_seams:
+            seam.find(namespace, "sft.py")
+        model_class = self.model_class(namespace)
+        for seam in self.class_seams:
+            seam.find(model_class, model_class.__name__)
+
+
+def supervised_positions(labels: torch.Tensor, ignore_index: int) -> LabelSummary:
+    """Finds the positions with a label in any channel; labels ``[batch, positions, channels]``.
+
+    One synchronisation with the device, at the start of the loss.
+    """
+    present = labels.reshape(-1, labels.shape[-1]) != ignore_index
+    positions = present.any(dim=-1).nonzero().squeeze(-1)
+    if not len(positions):
+        # One frame without a label adds exactly nothing, and every gradient still arrives (as zero).
+        positions = torch.zeros(1, dtype=torch.int64, device=labels.device)
+    empty = (~present.any(dim=0)).nonzero().squeeze(-1).tolist()
+    return LabelSummary(positions, tuple(empty))

@@ -1,0 +1,1 @@
+"""What surrounds the loss in a run: accelerate, checkpointing, parked weights, the report."""

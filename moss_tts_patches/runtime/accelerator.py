@@ -1,0 +1,45 @@
+"""The trainer's Accelerator: accelerate's own, with the layer told what is about to happen."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+
+def lowmem_accelerator(base: type, session: Session) -> type:
+    """Derives a class from the trainer's ``Accelerator`` that reports to ``session``.
+
+    Args:
+        base: accelerate's ``Accelerator`` as the trainer imported it.
+        session: the run.
+    """
+
+    class LowMemAccelerator(base):  # type: ignore[misc, valid-type]
+        """accelerate's ``Accelerator`` under the low-memory layer."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            session.accelerator_created(self)
+
+        def prepare(self, *args: Any, **kwargs: Any) -> Any:
+            session.before_prepare(args)
+            prepared = super().prepare(*args, **kwargs)
+            session.after_prepare(prepared if isinstance(prepared, tuple) else (prepared,))
+            return prepared
+
+        def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+            session.before_backward()
+            super().backward(loss, **kwargs)
+            session.after_backward()
+
+        def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+            if session.gradients_on_host:
+                return session.store.clip_norm(parameters, max_norm, norm_type)
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    LowMemAccelerator.__name__ = LowMemAccelerator.__qualname__ = base.__name__
+    return LowMemAccelerator

@@ -1,0 +1,252 @@
+"""One run: trainer -> family -> patches -> model -> optimizer, in the order in which upstream's main() gets there."""
+
+from __future__ import annotations
+
+import atexit
+import time
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+
+from . import __version__
+from .errors import EnvironmentProblem, NumericsError, SeamError
+from .families.family import Family, TrainingContext, supervised_positions
+from .families.self_check import check_against_upstream
+from .ledger import Ledger
+from .loss.engine import EngineOptions, LossEngine
+from .loss.problem import IGNORE_INDEX
+from .memory.card import choose_placement
+from .optim import build_optimizer, build_store
+from .runtime.checkpointing import checkpoint_layers
+from .runtime.parked import park_embedding
+from .runtime.report import GIB, StepClock, describe_module, describe_parameters, log, peak_memory
+from .settings import Settings
+
+
+class Session:
+    """State of the run; the patches are thin functions that call its methods.
+
+    Attributes:
+        arguments: the trainer's command line, normalised; upstream's parser gets it.
+        store: receives gradients once the model is loaded.
+    """
+
+    def __init__(self, settings: Settings, family: Family, trainer: ModuleType, arguments: list[str]) -> None:
+        self.settings, self.family, self.trainer = settings, family, trainer
+        self.ledger = Ledger()
+        self.arguments = arguments
+        self.seed = 0
+        self.clock = StepClock()
+        self.accelerator: Any = None
+        self.model: Any = None
+        self.optimizer: Any = None
+        self._upstream_forward: Any = None
+        self._said: set[str] = set()
+        self._verified = False
+        self._losses = 0
+        self._parked_bytes = 0
+        self._checkpointed_layers = 0
+
+    # -- upstream's order of events ------------------------------------------------------------------------------
+
+    def parsed(self, namespace: Any) -> Any:
+        """The trainer's arguments are known, nothing has been done yet; returns them unchanged."""
+        self.seed = int(getattr(namespace, "seed", 0))
+        _refuse_half_precision_without_bf16(getattr(namespace, "mixed_precision", "no"))
+        return namespace
+
+    def accelerator_created(self, accelerator: Any) -> None:
+        """Checks the engine; the first thing that main() does after its arguments."""
+        if accelerator.num_processes > 1 or accelerator.distributed_type not in (
+            DistributedType.NO,
+            DistributedType.MULTI_GPU,
+            DistributedType.MULTI_CPU,
+        ):
+            raise _stop(
+                EnvironmentProblem(
+                    f"engine: {accelerator.num_processes} process(es) under {accelerator.distributed_type}. This "
+                    "version of the layer trains in one process on one GPU. Start one process without an engine "
+                    "(unset ACCELERATE_CONFIG_FILE, and MOSS_LOWMEM_ENGINE if it says keep), or set MOSS_LOWMEM=0."
+                )
+            )
+        self.accelerator = accelerator
+        device = accelerator.device
+        card = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        self.placement = choose_placement(self.settings.gradients, self.settings.states, card)
+        self.store = build_store(self.placement.gradients, getattr(torch, self.settings.host_gradient_dtype))
+        self.engine = LossEngine(
+            EngineOptions(schedule=self.settings.schedule, chunk_frames=self.settings.chunk_frames), self.store
+        )
+        self.context = TrainingContext(
+            engine=self.engine,
+            direct=self.settings.schedule != "autograd",
+            loss_scale=self._loss_scale,
+            finite_empty_channels=self.settings.corrects("empty_channel_loss"),
+            say_once=self._say_once,
+            summarise_labels=lambda labels: supervised_positions(labels, IGNORE_INDEX),
+        )
+
+    def before_model_load(self, model_class: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Checks upstream's structure and mathematics while nothing expensive has happened."""
+        path = arguments[0] if arguments else options.get("pretrained_model_name_or_path")
+        config = model_class.config_class.from_pretrained(path)
+        try:
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):
+                self.family.check_structure(model_class(config))
+            if self.settings.checks_itself:
+                check_against_upstream(self.family, model_class, config, self._upstream_forward, self.engine.options)
+        except SeamError as error:
+            raise _stop(error) from None
+
+    def model_loaded(self, model: Any) -> None:
+        """Shapes the model for training; it still stands in host memory."""
+        self.model = model
+        for parent, attribute in self.family.unread_embeddings(model):
+            self._parked_bytes += park_embedding(parent, attribute)
+        if self.settings.checkpoints_always:
+            self.enable_checkpointing()
+
+    def enable_checkpointing(self) -> None:
+        """What upstream's ``--gradient-checkpointing`` means here."""
+        self._checkpointed_layers = checkpoint_layers(self.family.backbone(self.model))
+
+    def make_optimizer(self, parameters: Iterable[nn.Parameter], options: dict[str, Any]) -> Any:
+        """Builds the optimizer that the trainer's ``AdamW(...)`` call asks for."""
+        given = list(parameters)
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        unknown = sum(1 for parameter in given if parameter not in names)
+        if unknown:
+            raise SeamError(
+                f"seam sft.py.AdamW: {unknown} of {len(given)} parameters do not belong to the loaded model. The layer "
+                "needs their names to save and restore optimizer state; upgrade moss_tts_patches, or use MOSS_LOWMEM=0."
+            )
+        named = [(names[parameter], parameter) for parameter in given]
+        self.store.attach(named)
+        self.optimizer = build_optimizer(
+            self.settings.optimizer, named, self.store, self.placement.states, seed=self.seed, **options
+        )
+        self.optimizer.register_step_post_hook(lambda *_: self.clock.step(time.perf_counter()))
+        return self.optimizer
+
+    def before_prepare(self, objects: tuple[Any, ...]) -> None:
+        """Checks that what is prepared is what the layer built."""
+        if self.model is None or self.optimizer is None or not any(item is self.optimizer for item in objects):
+            raise SeamError(
+                "seam sft.py.main: accelerator.prepare was called without the layer's optimizer. Expected the trainer "
+                "to load its model, build AdamW from it and prepare both; upgrade moss_tts_patches, or use "
+                "MOSS_LOWMEM=0."
+            )
+
+    def after_prepare(self, prepared: tuple[Any, ...]) -> None:
+        """Checks the optimizer that accelerate hands back, and says what will run."""
+        wrapped = [item.optimizer for item in prepared if hasattr(item, "optimizer") and hasattr(item, "zero_grad")]
+        if not any(item is self.optimizer for item in wrapped):
+            kinds = ", ".join(type(item).__name__ for item in wrapped) or "none"
+            raise EnvironmentProblem(
+                f"optimizer: accelerate replaced {type(self.optimizer).__name__} by {kinds}. Its update rule would not "
+                "be the one asked for. Run without DeepSpeed offload, or set MOSS_LOWMEM=0."
+            )
+        self._report_start()
+        atexit.register(self._report_end)
+
+    def forward(self, model: Any, batch: dict[str, Any]) -> Any:
+        """One training forward of upstream's loop."""
+        if not self._verified:
+            self.ledger.verify()
+            self._verified = True
+        self.clock.start(time.perf_counter())
+        output = self.family.training_output(model, batch, self.context)
+        self._losses += 1
+        return output
+
+    def before_backward(self) -> None:
+        """A loss is about to be back-propagated: it must be ours."""
+        if not self._losses:
+            raise NumericsError(
+                "loss: accelerator.backward was called with a loss that did not come through the layer. Something "
+                "replaced the model's forward after activation; unset MOSS_LOWMEM, or find what patches it."
+            )
+        self._losses = 0
+
+    def after_backward(self) -> None:
+        """Every gradient of the micro-batch has arrived."""
+        self.store.end_micro_batch(self.context.expected_contributions)
+
+    # -- what the patches need -----------------------------------------------------------------------------------
+
+    @property
+    def gradients_on_host(self) -> bool:
+        return self.placement.gradients == "host"
+
+    def remember_forward(self, forward: Any) -> None:
+        """Keeps upstream's own forward, for the self check and for calls that are not training."""
+        self._upstream_forward = forward
+
+    def _loss_scale(self) -> float:
+        scaler = self.accelerator.scaler
+        scale = scaler.get_scale() if scaler is not None else 1.0
+        return scale / self.accelerator.gradient_accumulation_steps
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            log(line)
+
+    def _report_start(self) -> None:
+        settings, model = self.settings, self.model
+        import accelerate
+        import transformers
+
+        log(
+            f"moss_tts_patches={__version__} torch={torch.__version__} transformers={transformers.__version__} "
+            f"accelerate={accelerate.__version__} family={self.family.name}"
+        )
+        log("patched=" + ",".join(patch.place for patch in self.ledger))
+        backbone, depth = self.family.backbone(model), self.family.depth_model(model)
+        log(f"{describe_module('backbone', backbone)} {describe_module('depth', depth)}")
+        log(
+            f"plan schedule={settings.schedule} chunk_frames={settings.chunk_frames} "
+            f"checkpointed_layers={self._checkpointed_layers} optimizer={settings.optimizer} "
+            f"gradients={self.placement.gradients} states={self.placement.states} "
+            f"corrections={','.join(settings.corrections) or 'none'}"
+        )
+        log(f"{describe_parameters(model)} kept_off_gpu={self._parked_bytes / GIB:.2f}GiB")
+
+    def _report_end(self) -> None:
+        if self.clock.steps:
+            log(
+                f"steps={self.clock.steps} median_step_time={self.clock.median_seconds():.2f}s "
+                f"{peak_memory(self.accelerator.device)}"
+            )
+
+
+def _stop(error: EnvironmentProblem | SeamError) -> SystemExit:
+    """Ends the process with the error's one message: nothing has started, a traceback would only hide it."""
+    return SystemExit(f"[lowmem] error: {error}")
+
+
+def _refuse_half_precision_without_bf16(mixed_precision: str) -> None:
+    """Full training needs bf16 or fp32 weights.
+
+    Raises:
+        EnvironmentProblem: the GPU and ``--mixed-precision`` leave no way to update the weights.
+    """
+    if not torch.cuda.is_available() or mixed_precision == "no":
+        return
+    major, minor = torch.cuda.get_device_capability()
+    name = torch.cuda.get_device_name()
+    if mixed_precision == "fp16":
+        raise EnvironmentProblem(
+            "--mixed-precision fp16: upstream loads the weights themselves in fp16, and a loss scaler cannot unscale "
+            "fp16 gradients. Expected bf16 (compute capability 8.0 or more; "
+            f"{name} has {major}.{minor}) or no (float32)."
+        )
+    if major < 8:
+        raise EnvironmentProblem(
+            f"--mixed-precision bf16: {name} has compute capability {major}.{minor} and no bf16 arithmetic (8.0 and "
+            "more have it). Expected --mixed-precision no, which trains float32 weights at twice the memory."
+        )
