@@ -85,6 +85,7 @@ def run_mini(
     launcher: bool = False,
     environment: Mapping[str, str] | None = None,
     check: bool = True,
+    trainer: Path = MINI,
 ) -> MiniRun:
     """Trains the miniature on ``inputs`` and saves below ``output``.
 
@@ -93,6 +94,7 @@ def run_mini(
         launcher: start it through its run_train.sh and ``accelerate launch`` instead of ``python sft.py``.
         environment: variables on top of :func:`clean_environment`, such as the layer's own.
         check: fail the test, showing the output, if the training does not end with status 0.
+        trainer: root of the miniature, or of a changed copy of it.
     """
     all_arguments = [*ARGUMENTS.split(), *arguments]
     data = inputs / "train.jsonl"
@@ -106,7 +108,7 @@ def run_mini(
         command += ["--train-jsonl", str(data), "--output-dir", str(output), *all_arguments]
     done = subprocess.run(
         command,
-        cwd=MINI,
+        cwd=trainer,
         env=clean_environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -16,8 +16,8 @@ TOLERANCES: dict[str, float] = {
     "chunk_sum_over_one_rounding": 1.01,
     # bf16 arithmetic in another order of chunks: two roundings of 2**-9 through two layers, 0.7 % seen.
     "gradient_bf16_adapter_relative": 2e-2,
-    # Projection of the bf16 update on the fp32 update after 100 steps (issue 2, "Must show" 4): 0.987 to 1.009 seen with
-    # 16,384 weights, 0.997 with 65,536; the noise falls with the root of their number.
+    # Projection of the bf16 update on the fp32 update after 100 steps (issue 2, "Must show" 4): 0.987 to 1.009 seen
+    # with 16,384 weights, 0.997 with 65,536; the noise falls with the root of their number.
     "optimizer_projection": 0.97,
     # The same for torch's AdamW in bf16, the negative control: 0.08 seen.
     "optimizer_projection_plain_bf16": 0.5,
@@ -38,4 +38,8 @@ TOLERANCES: dict[str, float] = {
     "host_arena_overhead": 0.02,
     # Bytes of 8-bit states an element: 2 codes and 8 / 256 for the two absmax are 2.03125.
     "optimizer_bytes_per_element": 2.04,
+    # Weights after some steps of AdamW in float32: AdamW divides by the gradient's own size, so rounding noise in a
+    # near-zero gradient becomes a visible update; everything else agrees to 2e-7.
+    "weights_share_of_learning_rate": 0.01,
+    "weights_differing_share": 1e-4,
 }

@@ -129,6 +129,10 @@ class Family(ABC):
         """The forward pass of the trainer's call, with the engine's loss; only ``.loss`` is read of its result."""
 
     @abstractmethod
+    def full_size_config(self, config_class: Any, size: str) -> Any:
+        """The config of a released size (for example ``1.7b``); raises ValueError for another one."""
+
+    @abstractmethod
     def shrunken_config(self, config: Any) -> Any:
         """A copy of a model config with a few small layers, for the self check."""
 

@@ -192,6 +192,23 @@ class LocalFamily(Family):
         )
         return loss
 
+    def full_size_config(self, config_class: Any, size: str) -> Any:
+        # Qwen3-1.7B as its model card says; everything else is the config class's own default.
+        if size != "1.7b":
+            raise ValueError(f"{self.name} size {size!r}: expected 1.7b.")
+        return config_class(
+            language_config={
+                "vocab_size": 151936,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+                "head_dim": 128,
+                "max_position_embeddings": 40960,
+            }
+        )
+
     def shrunken_config(self, config: Any) -> Any:
         small = copy.deepcopy(config)
         small.hidden_size = small.language_config.hidden_size = 32

@@ -130,7 +130,7 @@ def choose_engine(wish: str, config_file: str, count_gpus: Callable[[], int]) ->
     return Choice(
         str(SINGLE_PROCESS),
         f"engine=one_process accelerate_config={SINGLE_PROCESS} instead_of={config_file} visible_gpus={gpus} "
-        f"reason='{config.title} over {processes} process(es) shards nothing on one GPU' "
+        f"reason='{config.title} over {processes} process(es) shards nothing on one device' "
         "(MOSS_LOWMEM_ENGINE=keep overrides)",
     )
 

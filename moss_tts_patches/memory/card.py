@@ -21,7 +21,7 @@ def choose_placement(gradients: str, states: str, card_bytes: int | None) -> Sto
     Host traffic costs time, so each store stays on the device as long as a typical run of the 1.7B family fits:
     peaks at 600 positions are about 16.8 GiB with both stores on the device, 11.9 with gradients on the host, 6.9
     with both on the host, and 1.5 GiB on top are context, workspaces and allocator rounding
-    (``python -m benchmarks.memory``).
+    (``python benchmarks/memory.py``).
 
     Args:
         gradients: ``auto``, ``device`` or ``host``.

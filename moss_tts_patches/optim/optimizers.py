@@ -117,6 +117,8 @@ class AdamW(StreamedOptimizer):
 
     In float32 the weights are bit-equal to those of ``torch.optim.AdamW(foreach=False)``. In bfloat16 it loses updates
     as upstream does.
+
+    Source: ``torch.optim.adamw.adamw``, called on one piece at a time; every operation in it is element by element.
     """
 
     def layout_of(self, parameter: torch.Tensor) -> Layout:

@@ -1,0 +1,97 @@
+"""``moss-lowmem``: the layer for commands of your own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from typing import NoReturn
+
+import typer
+
+from . import __version__
+from .launch.interpreter import activating_environment, problem_with, python_of
+
+BAD_INPUT = 2
+NOT_FOUND = 127  # a shell's own status for a command that does not exist
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Train MOSS-TTS with its official scripts in less memory."
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moss_tts_patches {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Show the version."),
+) -> None:
+    pass
+
+
+@app.command(
+    # Everything after the first word belongs to CMD, --help and `--` included.
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+    options_metavar="",
+    epilog="Example: moss-lowmem run accelerate launch moss_tts_local/finetuning/sft.py --model-path …",
+)
+def run(context: typer.Context) -> None:
+    """Run CMD with the layer switched on: CMD [ARGUMENTS...].
+
+    It sets MOSS_LOWMEM=1 (unless you set it) and AUTOWRAPT_BOOTSTRAP for CMD and every process it starts.
+    """
+    command = list(context.args)
+    if not command:
+        _stop("run needs a command: moss-lowmem run accelerate launch …/sft.py …", BAD_INPUT)
+    environment = activating_environment(os.environ)
+    program = shutil.which(command[0])
+    if program is None:
+        _stop(f"{command[0]}: command not found.", NOT_FOUND)
+    if _switched_on(environment):
+        python = python_of(program)
+        problem = problem_with(python, environment) if python is not None else None
+        if problem is not None:
+            _stop(problem, BAD_INPUT)
+    else:
+        environment = dict(os.environ)
+    _replace_process(program, command, environment)
+
+
+def _switched_on(environment: dict[str, str]) -> bool:
+    """Reads and checks the variables; pydantic, which that takes, is not imported for ``--version``."""
+    from .errors import LowMemError
+    from .settings import load_settings, parse_switch
+
+    try:
+        switched_on = parse_switch(environment)
+        if switched_on:
+            load_settings()
+    except LowMemError as error:
+        _stop(str(error), BAD_INPUT)
+    return switched_on
+
+
+def _replace_process(program: str, command: list[str], environment: dict[str, str]) -> NoReturn:
+    sys.stdout.flush()
+    if os.name == "nt":  # exec there starts a second process and lets the shell go on without waiting for it
+        raise typer.Exit(subprocess.run([program, *command[1:]], env=environment).returncode)
+    os.execvpe(program, command, environment)
+
+
+def _stop(message: str, status: int) -> NoReturn:
+    typer.echo(f"[lowmem] error: {message}", err=True)
+    raise typer.Exit(status)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="moss-lowmem")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# The project's whole check: format, lint, types, tests. Arguments go to pytest.
+# With MOSS_TTS_REPO set to a MOSS-TTS checkout, the tests against the real upstream run too.
+set -euo pipefail
+unset CDPATH
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+bash tests/venv.sh test
+export PATH="$PWD/.venv/bin:$PATH" # `accelerate` and `moss-lowmem` are those of this environment
+python="$PWD/.venv/bin/python"
+
+"$python" -m ruff format --check .
+"$python" -m ruff check .
+"$python" -m mypy
+exec "$python" -m pytest "$@"

@@ -1,0 +1,113 @@
+"""Host memory: room is checked, observers are told, page-locking may be refused."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from moss_tts_patches.errors import EnvironmentProblem
+from moss_tts_patches.memory import placement
+from moss_tts_patches.memory.placement import available_host_bytes, empty_host, register_host_observer
+
+
+def test_observers_are_told_until_they_are_removed():
+    seen = []
+    handle = register_host_observer(seen.append)
+    buffer = empty_host(1000, torch.float32)
+    assert buffer.shape == (1000,) and buffer.dtype == torch.float32 and buffer.device.type == "cpu"
+    assert [storage.data_ptr() for storage in seen] == [buffer.untyped_storage().data_ptr()]
+    assert seen[0].nbytes() == 4000
+    handle.remove()
+    handle.remove()
+    empty_host(10, torch.uint8)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("available", [0, 2**30, 3 * 2**30 - 1])
+def test_too_little_memory_is_an_error_with_both_figures(available, monkeypatch):
+    monkeypatch.setattr(placement, "available_host_bytes", lambda: available)
+    with pytest.raises(EnvironmentProblem) as caught:
+        empty_host(3 * 2**28, torch.float32)
+    message = str(caught.value)
+    assert "3.00 GiB of RAM are needed" in message and f"{available / 2**30:.2f} GiB is available" in message
+    assert "MOSS_LOWMEM_STATES=device" in message and "MOSS_LOWMEM_GRADIENTS=device" in message
+
+
+def test_an_allocation_that_fails_is_the_same_error(monkeypatch):
+    monkeypatch.setattr(placement, "available_host_bytes", lambda: None)
+    with pytest.raises(EnvironmentProblem, match="an unknown amount is available"):
+        empty_host(2**60, torch.float32)
+
+
+def test_fake_memory_needs_no_room(monkeypatch):
+    monkeypatch.setattr(placement, "available_host_bytes", lambda: 0)
+    seen = []
+    handle = register_host_observer(lambda storage: seen.append(storage.nbytes()))
+    with FakeTensorMode():
+        buffer = empty_host(2**40, torch.uint8, pinned=True)
+        assert isinstance(buffer, FakeTensor)
+    handle.remove()
+    assert seen == [2**40]
+
+
+def test_the_machine_and_the_container_are_both_asked(tmp_path, monkeypatch):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
+    monkeypatch.setattr(placement, "_MEMINFO", str(meminfo))
+    monkeypatch.setattr(placement, "_CGROUP", str(tmp_path))
+    assert available_host_bytes() == 5000 * 1024
+    (tmp_path / "memory.current").write_text("1000000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_host_bytes() == 5000 * 1024
+    (tmp_path / "memory.max").write_text("3000000\n")
+    assert available_host_bytes() == 2_000_000
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 400000\n")
+    assert available_host_bytes() == 2_400_000
+
+
+def test_without_meminfo_the_system_is_asked_otherwise(tmp_path, monkeypatch):
+    monkeypatch.setattr(placement, "_MEMINFO", str(tmp_path / "absent"))
+    monkeypatch.setattr(placement, "_CGROUP", str(tmp_path))
+    assert available_host_bytes() > 2**20
+
+    def unknown(name):
+        raise ValueError(name)
+
+    monkeypatch.setattr(placement.os, "sysconf", unknown)
+    assert available_host_bytes() is None
+    assert empty_host(8, torch.uint8).numel() == 8
+
+
+def test_memory_that_cannot_be_page_locked_is_one_warning(monkeypatch):
+    monkeypatch.setattr(placement, "_register", lambda address, size: False)
+    monkeypatch.setattr(placement, "_warned_unpinned", False)
+    with pytest.warns(RuntimeWarning, match="pageable memory: the same numbers"):
+        empty_host(100, torch.uint8, pinned=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert empty_host(100, torch.uint8, pinned=True).fill_(3).sum() == 300
+
+
+def test_page_locked_memory_is_released_with_its_storage_and_not_before(monkeypatch):
+    locked, released = [], []
+    monkeypatch.setattr(placement, "_register", lambda address, size: locked.append((address, size)) or True)
+    monkeypatch.setattr(placement, "_unregister", released.append)
+    buffer = empty_host(100, torch.float32, pinned=True)
+    assert locked == [(buffer.data_ptr(), 400)]
+    view = buffer[10:20]
+    del buffer
+    gc.collect()
+    assert not released
+    del view
+    gc.collect()
+    assert released == [locked[0][0]]
+
+
+def test_nothing_is_page_locked_without_a_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(placement, "_register", lambda address, size: pytest.fail("registered"))
+    empty_host(100, torch.uint8)
