@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from types import ModuleType
 from typing import Any
@@ -13,9 +12,6 @@ from .launch.deepspeed import broken_deepspeed
 from .runtime.accelerator import lowmem_accelerator
 from .session import Session
 from .settings import load_settings, parse_switch
-
-# What upstream's loop passes to the model, and nothing else: any other call is not training and stays upstream's.
-TRAINING_ARGUMENTS = frozenset({"input_ids", "attention_mask", "labels", "channelwise_loss_weight"})
 
 
 def activate(trainer: ModuleType, parser: Any, arguments: list[str]) -> Session:
@@ -41,9 +37,10 @@ def activate(trainer: ModuleType, parser: Any, arguments: list[str]) -> Session:
     problem = broken_deepspeed()
     if problem is not None:
         raise EnvironmentProblem(problem)
+    family.extend_parser(parser)
     session = Session(settings, family, trainer, hyphenate(parser, arguments))
     patch_trainer(session)
-    patch_model_class(session, family.model_class(namespace))
+    family.install(session)
     return session
 
 
@@ -71,41 +68,6 @@ def patch_trainer(session: Session) -> None:
         return session.make_optimizer(params, options)
 
     session.ledger.apply(trainer, "AdamW", AdamW, "8-bit states, stochastic rounding, gradient store")
-
-
-def patch_model_class(session: Session, model_class: Any) -> None:
-    """Replaces methods on upstream's model class, as plain functions.
-
-    A wrapt proxy would not do for ``forward``: accelerate's ``prepare`` takes ``model.forward.__func__``, which a proxy
-    passes through to the unpatched function.
-    """
-    upstream_forward = model_class.forward
-    upstream_loader = vars(model_class).get("from_pretrained")
-    session.remember_forward(upstream_forward)
-
-    @functools.wraps(upstream_forward)
-    def forward(self: Any, *args: Any, **batch: Any) -> Any:
-        given = {name for name, value in batch.items() if value is not None}
-        if args or self is not session.model or "labels" not in given or not given <= TRAINING_ARGUMENTS:
-            return upstream_forward(self, *args, **batch)
-        return session.forward(self, batch)
-
-    def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
-        session.before_model_load(cls, args, options)
-        inherited = super(model_class, cls).from_pretrained
-        model = (upstream_loader.__get__(None, cls) if upstream_loader is not None else inherited)(*args, **options)
-        session.model_loaded(model)
-        return model
-
-    def gradient_checkpointing_enable(self: Any, *args: Any, **options: Any) -> None:
-        session.enable_checkpointing()
-
-    ledger = session.ledger
-    ledger.apply(model_class, "forward", forward, "the chunked loss")
-    ledger.apply(model_class, "from_pretrained", classmethod(from_pretrained), "checks first, then shapes the model")
-    ledger.apply(
-        model_class, "gradient_checkpointing_enable", gradient_checkpointing_enable, "backbone layers only, no hook"
-    )
 
 
 def _check_wanted_family(found: str) -> None:

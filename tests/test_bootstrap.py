@@ -76,7 +76,7 @@ LAYERS = {
     "memory/flops": set(),
     "optim": {"errors", "memory", "optim"},
     "loss": {"errors", "optim", "loss"},
-    "families": {"errors", "loss", "optim", "families"},
+    "families": {"errors", "loss", "optim", "families", "ledger"},
 }
 
 

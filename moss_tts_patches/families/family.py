@@ -13,6 +13,7 @@ from torch import nn
 
 from ..errors import SeamError
 from ..loss.engine import LossEngine
+from .class_patches import RunHooks, patch_model_class
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ class Family(ABC):
     name: ClassVar[str]
     trainer_seams: ClassVar[tuple[Seam, ...]]
     class_seams: ClassVar[tuple[Seam, ...]]
+    #: What upstream's loop passes to the model in training, and nothing else.
+    training_arguments: ClassVar[frozenset[str]]
 
     @classmethod
     @abstractmethod
@@ -139,6 +142,17 @@ class Family(ABC):
     @abstractmethod
     def sample_batch(self, config: Any, generator: torch.Generator) -> dict[str, Any]:
         """A small random batch with unsupervised positions and padding, as the trainer would pass it."""
+
+    def extend_parser(self, parser: Any) -> None:  # noqa: B027  (most families need nothing here)
+        """Adds options that the layer understands and this trainer's parser does not."""
+
+    def install(self, session: RunHooks) -> None:
+        """Patches what is this family's own: by default the model class that the trainer names."""
+        patch_model_class(session, self.model_class(vars(session.trainer)), self.training_arguments)
+
+    def reference_loss(self, upstream_forward: Callable[..., Any], model: Any, batch: dict[str, Any]) -> torch.Tensor:
+        """Upstream's own loss on a batch, for the self check."""
+        return upstream_forward(model, **batch).loss
 
     def check_trainer(self, namespace: dict[str, Any]) -> None:
         """Checks every seam of the trainer and of its model class; raises SeamError naming the first that fails."""

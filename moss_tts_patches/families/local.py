@@ -50,6 +50,10 @@ class LocalFamily(Family):
         Seam("forward", ("input_ids", "attention_mask", "labels", "channelwise_loss_weight")),
     )
 
+    training_arguments: ClassVar[frozenset[str]] = frozenset(
+        {"input_ids", "attention_mask", "labels", "channelwise_loss_weight"}
+    )
+
     @classmethod
     def recognises(cls, namespace: dict[str, Any]) -> bool:
         # The delay family's class has the same name and model_type; only this one predicts codes within a frame.

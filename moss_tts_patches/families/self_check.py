@@ -40,7 +40,7 @@ def check_against_upstream(
         torch.manual_seed(0)
         model = _small_model(family, model_class, config)
         batch = family.sample_batch(model.config, torch.Generator().manual_seed(1))
-        expected_loss = upstream_forward(model, **batch).loss
+        expected_loss = family.reference_loss(upstream_forward, model, batch)
         expected_loss.backward()
         expected = _take_gradients(model)
         loss = _our_loss(family, model, batch, options)

@@ -22,9 +22,14 @@ def fused(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Takes each chunk of frames through depth model, heads and back before the next one starts.
 
+    Without a depth model there is nothing to fuse the heads with, and ``staged`` does the same work in one product per
+    head.
+
     Returns:
         ``(sums [channels] float32, gradient of hidden [frames, hidden])``, the gradient times ``scale``.
     """
+    if problem.depth is None:
+        return staged(problem, hidden, scale, store, options)
     frames = hidden.shape[0]
     sums = torch.zeros(len(problem.channels), dtype=torch.float32, device=hidden.device)
     factors = problem.coefficients * scale
@@ -47,7 +52,7 @@ def fused(
                 )
                 sums[index] += loss
                 output_gradient[:, channel.position] += gradient
-            gradients[rows] = _depth_backward(problem, inputs, outputs, output_gradient)
+            gradients[rows] = _depth_backward(inputs, outputs, output_gradient)
             del inputs, outputs, output_gradient
     for index, kept in deferred.items():
         heads.finish_deferred(problem.channels[index], kept, factors[index], store, options.logits_at_once)
@@ -76,7 +81,7 @@ def staged(
         for rows, state in zip(chunks, states):
             state.restore()
             inputs, recomputed = _depth_forward(problem, hidden, rows)
-            gradients[rows] = _depth_backward(problem, inputs, recomputed, outputs[rows])
+            gradients[rows] = _depth_backward(inputs, recomputed, outputs[rows])
             del inputs, recomputed
     after.restore()
     return sums, _distribute(problem, gradients, store)
@@ -131,19 +136,14 @@ def _heads_over_all_frames(
 
 
 def _depth_forward(problem: FrameLoss, hidden: torch.Tensor, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    assert problem.depth is not None
     inputs = heads.depth_inputs(problem, hidden, rows)
-    if problem.depth is None:
-        return inputs, inputs
     inputs.requires_grad_(True)
     with heads.forward_precision(hidden.device):
         return inputs, problem.depth(inputs)
 
 
-def _depth_backward(
-    problem: FrameLoss, inputs: torch.Tensor, outputs: torch.Tensor, output_gradient: torch.Tensor
-) -> torch.Tensor:
-    if problem.depth is None:
-        return output_gradient
+def _depth_backward(inputs: torch.Tensor, outputs: torch.Tensor, output_gradient: torch.Tensor) -> torch.Tensor:
     with heads.backward_precision(inputs.device):
         torch.autograd.backward(outputs, output_gradient.to(outputs.dtype))
     gradient, inputs.grad = inputs.grad, None
