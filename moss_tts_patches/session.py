@@ -50,12 +50,21 @@ class Session:
         self._losses = 0
         self._parked_bytes = 0
         self._checkpointed_layers = 0
+        self._checkpointing_asked = False
+        self.schedule = settings.schedule
+        self.nonfinite_gradients: list[str] = []
 
     # -- upstream's order of events ------------------------------------------------------------------------------
 
     def parsed(self, namespace: Any) -> Any:
         """The trainer's arguments are known, nothing has been done yet; returns them unchanged."""
         self.seed = int(getattr(namespace, "seed", 0))
+        # A trainer whose own parser lacks the flag never calls the model's enabling method.
+        self._checkpointing_asked = bool(getattr(namespace, "gradient_checkpointing", False))
+        reason = self.family.autograd_reason(namespace)
+        if reason is not None and self.schedule != "autograd":
+            self.schedule = "autograd"
+            log(f"schedule=autograd instead_of={self.settings.schedule} reason='{reason}'")
         _refuse_half_precision_without_bf16(getattr(namespace, "mixed_precision", "no"))
         return namespace
 
@@ -79,22 +88,21 @@ class Session:
         self.placement = choose_placement(self.settings.gradients, self.settings.states, card)
         self.store = build_store(self.placement.gradients, getattr(torch, self.settings.host_gradient_dtype))
         self.engine = LossEngine(
-            EngineOptions(schedule=self.settings.schedule, chunk_frames=self.settings.chunk_frames), self.store
+            EngineOptions(schedule=self.schedule, chunk_frames=self.settings.chunk_frames), self.store
         )
         self.context = TrainingContext(
             engine=self.engine,
-            direct=self.settings.schedule != "autograd",
+            direct=self.schedule != "autograd",
             loss_scale=self._loss_scale,
             finite_empty_channels=self.settings.corrects("empty_channel_loss"),
-            say_once=self._say_once,
+            say_once=self.say_once,
             summarise_labels=lambda labels: supervised_positions(labels, IGNORE_INDEX),
         )
 
-    def before_model_load(self, model_class: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def before_model_load(self, model_class: Any, config: Any) -> None:
         """Checks upstream's structure and mathematics while nothing expensive has happened."""
-        path = arguments[0] if arguments else options.get("pretrained_model_name_or_path")
-        config = model_class.config_class.from_pretrained(path)
         try:
+            self.family.check_class(model_class)
             with torch.device("meta"), torch.random.fork_rng(devices=[]):
                 self.family.check_structure(model_class(config))
             if self.settings.checks_itself:
@@ -107,7 +115,7 @@ class Session:
         self.model = model
         for parent, attribute in self.family.unread_embeddings(model):
             self._parked_bytes += park_embedding(parent, attribute)
-        if self.settings.checkpoints_always:
+        if self.settings.checkpoints_always or self._checkpointing_asked:
             self.enable_checkpointing()
 
     def enable_checkpointing(self) -> None:
@@ -176,11 +184,25 @@ class Session:
         """Every gradient of the micro-batch has arrived."""
         self.store.end_micro_batch(self.context.expected_contributions)
 
+    def clip_gradients(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clips by the global norm and returns it, wherever the gradients live; names a gradient that is not finite.
+
+        Upstream would go on with a norm of nan and say nothing; its numbers stay as they are, but the cause is named
+        before clipping spreads it to every parameter.
+        """
+        total = self.store.total_norm(parameters, norm_type)
+        self.nonfinite_gradients = []
+        if not torch.isfinite(total):
+            self.nonfinite_gradients = names = self.store.nonfinite_names(parameters)
+            log(f"nonfinite_gradient step={self.clock.steps + 1} norm={total.item()} parameters={_shortened(names)}")
+        self.store.clip(parameters, max_norm, total)
+        return total
+
     # -- what the patches need -----------------------------------------------------------------------------------
 
-    @property
-    def gradients_on_host(self) -> bool:
-        return self.placement.gradients == "host"
+    def corrects(self, name: str) -> bool:
+        """Whether the named departure from upstream's numbers is wanted."""
+        return self.settings.corrects(name)
 
     def remember_forward(self, forward: Any) -> None:
         """Keeps upstream's own forward, for the self check and for calls that are not training."""
@@ -191,7 +213,7 @@ class Session:
         scale = scaler.get_scale() if scaler is not None else 1.0
         return scale / self.accelerator.gradient_accumulation_steps
 
-    def _say_once(self, line: str) -> None:
+    def say_once(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
             log(line)
@@ -209,7 +231,7 @@ class Session:
         backbone, depth = self.family.backbone(model), self.family.depth_model(model)
         log(f"{describe_module('backbone', backbone)} {describe_module('depth', depth)}")
         log(
-            f"plan schedule={settings.schedule} chunk_frames={settings.chunk_frames} "
+            f"plan schedule={self.schedule} chunk_frames={settings.chunk_frames} "
             f"checkpointed_layers={self._checkpointed_layers} optimizer={settings.optimizer} "
             f"gradients={self.placement.gradients} states={self.placement.states} "
             f"corrections={','.join(settings.corrections) or 'none'}"
@@ -222,6 +244,10 @@ class Session:
                 f"steps={self.clock.steps} median_step_time={self.clock.median_seconds():.2f}s "
                 f"{peak_memory(self.accelerator.device)}"
             )
+
+
+def _shortened(names: list[str]) -> str:
+    return ",".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def _stop(error: EnvironmentProblem | SeamError) -> SystemExit:

@@ -129,7 +129,9 @@ def test_clipping_on_the_host_is_bit_equal(kind):
         store.add(parameter, value.clone())
         parameter.grad = value.clone()
     expected = nn.utils.clip_grad_norm_(parameters, 0.1, foreach=False)
-    assert torch.equal(store.clip_norm(iter(parameters), 0.1, 2.0), expected)
+    total = store.total_norm(parameters, 2.0)
+    assert torch.equal(total, expected)
+    store.clip(parameters, 0.1, total)
     for parameter in parameters[:2]:
         assert torch.equal(store.fetch(parameter), parameter.grad)
     assert store.fetch(parameters[2]) is None
@@ -172,3 +174,15 @@ def test_bf16_arena(schedule):
     Ours(schedule, scale=0.5, store=store).train(model, [speech_batch(9)], autocast=torch.bfloat16)
     assert store.host_bytes() == 2 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert all(store.fetch(p).dtype == torch.bfloat16 for p in model.parameters() if store.has(p))
+
+
+@pytest.mark.parametrize("kind", ["device", *host_stores()])
+def test_a_nonfinite_gradient_is_named(kind):
+    parameters = [nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(2))]
+    store = DeviceGradients() if kind == "device" else host_stores()[kind]()
+    store.attach(zip("abc", parameters))
+    for parameter, value in zip(parameters, (1.0, float("inf"), float("nan"))):
+        store.add(parameter, torch.full_like(parameter, value))
+    assert not torch.isfinite(store.total_norm(parameters, 2.0))
+    assert store.nonfinite_names(parameters) == ["b", "c"]
+    assert store.nonfinite_names(parameters[:1]) == []

@@ -15,7 +15,7 @@ Two things are the store's business wherever the gradients live:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -206,8 +206,27 @@ class GradientStore:
         """Forgets all gradients: the next micro-batch starts a new step."""
         raise NotImplementedError
 
-    def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Scales all gradients so that their total norm is at most ``max_norm``; returns the norm before."""
+    def total_norm(self, parameters: Sequence[nn.Parameter], norm_type: float) -> torch.Tensor:
+        """Returns the norm of all accumulated gradients taken as one vector, before any update.
+
+        Source: ``torch.nn.utils.clip_grad_norm_``, of which this and :meth:`clip` are the two halves.
+        """
+        return nn.utils.get_total_norm([gradient for _, gradient in self._accumulated(parameters)], norm_type)
+
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, total_norm: torch.Tensor) -> None:
+        """Scales all gradients so that a total norm of ``total_norm`` becomes at most ``max_norm``."""
+        raise NotImplementedError
+
+    def nonfinite_names(self, parameters: Sequence[nn.Parameter]) -> list[str]:
+        """Names the parameters whose accumulated gradient holds an infinity or a nan."""
+        return [
+            self._names[parameter]
+            for parameter, gradient in self._accumulated(parameters)
+            if not torch.isfinite(gradient).all()
+        ]
+
+    def _accumulated(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yields the gradients where they are accumulated."""
         raise NotImplementedError
 
     def device_bytes(self) -> int:
@@ -278,5 +297,8 @@ class DeviceGradients(GradientStore):
         for parameter in self._names:
             parameter.grad = None
 
-    def clip_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
-        return nn.utils.clip_grad_norm_(list(parameters), max_norm, norm_type)
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, total_norm: torch.Tensor) -> None:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
+
+    def _accumulated(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        return ((parameter, parameter.grad) for parameter in parameters if parameter.grad is not None)

@@ -37,9 +37,8 @@ def lowmem_accelerator(base: type, session: Session) -> type:
             session.after_backward()
 
         def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-            if session.gradients_on_host:
-                return session.store.clip_norm(parameters, max_norm, norm_type)
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+            self.unscale_gradients()
+            return session.clip_gradients(list(parameters), max_norm, norm_type)
 
     LowMemAccelerator.__name__ = LowMemAccelerator.__qualname__ = base.__name__
     return LowMemAccelerator

@@ -1,0 +1,95 @@
+"""What a session refuses before anything expensive, and what it chooses by the card."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+
+from moss_tts_patches import session as session_module
+from moss_tts_patches.errors import EnvironmentProblem
+from moss_tts_patches.families.local import LocalFamily
+from moss_tts_patches.memory.card import choose_placement
+from moss_tts_patches.session import Session
+from moss_tts_patches.settings import load_settings
+
+GIB = 2**30
+
+
+def make_session():
+    return Session(load_settings(), LocalFamily(), types.ModuleType("trainer"), [])
+
+
+def arguments(mixed_precision):
+    return types.SimpleNamespace(seed=42, mixed_precision=mixed_precision)
+
+
+def fake_card(monkeypatch, capability, name="Tesla T4"):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+def test_bf16_on_a_card_without_it_is_refused_before_the_model_loads(monkeypatch, capability):
+    fake_card(monkeypatch, capability)
+    with pytest.raises(EnvironmentProblem, match=r"Tesla T4 has compute capability 7\.\d .*--mixed-precision no"):
+        make_session().parsed(arguments("bf16"))
+    make_session().parsed(arguments("no"))
+
+
+def test_fp16_weights_are_refused_on_any_card(monkeypatch):
+    fake_card(monkeypatch, (8, 9), "RTX 4060")
+    with pytest.raises(EnvironmentProblem, match="cannot unscale fp16 gradients"):
+        make_session().parsed(arguments("fp16"))
+    make_session().parsed(arguments("bf16"))
+
+
+@pytest.mark.parametrize(
+    "processes,kind",
+    [(2, DistributedType.MULTI_GPU), (1, DistributedType.DEEPSPEED), (1, DistributedType.FSDP)],
+)
+def test_several_processes_and_engines_are_refused_in_one_line(processes, kind):
+    accelerator = types.SimpleNamespace(num_processes=processes, distributed_type=kind, device=torch.device("cpu"))
+    with pytest.raises(SystemExit, match="This version of the layer trains in one process on one GPU"):
+        make_session().accelerator_created(accelerator)
+
+
+@pytest.mark.parametrize(
+    "card_gib,expected",
+    [(None, ("device", "device")), (7.8, ("host", "host")), (11.9, ("host", "host")), (15.9, ("host", "device")),
+     (23.9, ("device", "device"))],
+)  # fmt: skip
+def test_placement_by_the_card(card_gib, expected):
+    card = None if card_gib is None else int(card_gib * GIB)
+    placement = choose_placement("auto", "auto", card)
+    assert (placement.gradients, placement.states) == expected
+    pinned = choose_placement("device", "host", card)
+    assert (pinned.gradients, pinned.states) == ("device", "host")
+
+
+def test_an_optimizer_that_accelerate_replaced_is_noticed():
+    session = make_session()
+    session.optimizer = object()
+    replaced = types.SimpleNamespace(optimizer=torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]), zero_grad=None)
+    with pytest.raises(EnvironmentProblem, match="accelerate replaced object by Adam"):
+        session.after_prepare((replaced,))
+
+
+def test_a_nonfinite_gradient_is_named_before_clipping(monkeypatch):
+    lines = []
+    monkeypatch.setattr(session_module, "log", lines.append)
+    session = make_session()
+    session.accelerator_created(
+        types.SimpleNamespace(num_processes=1, distributed_type=DistributedType.NO, device=torch.device("cpu"))
+    )
+    parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
+    session.store.attach([("good", parameters[0]), ("bad", parameters[1])])
+    parameters[0].grad, parameters[1].grad = torch.ones(3), torch.tensor([1.0, float("inf")])
+    session.clip_gradients(parameters, 1.0, 2.0)
+    assert lines == ["nonfinite_gradient step=1 norm=inf parameters=bad"]
+    parameters[1].grad = torch.ones(2)
+    session.clip_gradients(parameters, 1.0, 2.0)
+    assert len(lines) == 1
