@@ -11,7 +11,8 @@ from accelerate.utils import DistributedType
 from moss_tts_patches import session as session_module
 from moss_tts_patches.errors import EnvironmentProblem
 from moss_tts_patches.families.local import LocalFamily
-from moss_tts_patches.memory.card import choose_placement
+from moss_tts_patches.memory.card import StoreSizes, choose_placement
+from moss_tts_patches.optim.gradients import DeviceGradients
 from moss_tts_patches.session import Session
 from moss_tts_patches.settings import load_settings
 
@@ -57,17 +58,32 @@ def test_several_processes_and_engines_are_refused_in_one_line(processes, kind):
         make_session().accelerator_created(accelerator)
 
 
+LOCAL = StoreSizes(weights=int(5.08 * GIB), gradients=int(5.08 * GIB), states=int(5.16 * GIB))
+
+
 @pytest.mark.parametrize(
     "card_gib,expected",
-    [(None, ("device", "device")), (7.8, ("host", "host")), (11.9, ("host", "host")), (15.9, ("host", "device")),
-     (23.9, ("device", "device"))],
-)  # fmt: skip
-def test_placement_by_the_card(card_gib, expected):
+    [
+        (None, ("device", "device")),
+        (7.8, ("host", "host")),
+        (11.9, ("host", "host")),
+        (15.9, ("host", "device")),
+        (23.9, ("device", "device")),
+    ],
+)
+def test_placement_by_card_and_model(card_gib, expected):
     card = None if card_gib is None else int(card_gib * GIB)
-    placement = choose_placement("auto", "auto", card)
+    placement = choose_placement("auto", "auto", card, LOCAL)
     assert (placement.gradients, placement.states) == expected
-    pinned = choose_placement("device", "host", card)
+    pinned = choose_placement("device", "host", card, LOCAL)
     assert (pinned.gradients, pinned.states) == ("device", "host")
+
+
+def test_store_sizes_count_what_trains():
+    parameters = [torch.nn.Parameter(torch.ones(100, dtype=torch.bfloat16)), torch.nn.Parameter(torch.ones(50))]
+    parameters[1].requires_grad_(False)
+    assert StoreSizes.of(parameters, "adamw8bit") == StoreSizes(weights=400, gradients=200, states=203)
+    assert StoreSizes.of(parameters, "adamw").states == 400
 
 
 def test_an_optimizer_that_accelerate_replaced_is_noticed():
@@ -82,9 +98,7 @@ def test_a_nonfinite_gradient_is_named_before_clipping(monkeypatch):
     lines = []
     monkeypatch.setattr(session_module, "log", lines.append)
     session = make_session()
-    session.accelerator_created(
-        types.SimpleNamespace(num_processes=1, distributed_type=DistributedType.NO, device=torch.device("cpu"))
-    )
+    session.store = DeviceGradients()
     parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
     session.store.attach([("good", parameters[0]), ("bad", parameters[1])])
     parameters[0].grad, parameters[1].grad = torch.ones(3), torch.tensor([1.0, float("inf")])

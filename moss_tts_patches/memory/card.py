@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..runtime.report import GIB
+from torch import nn
+
+GIB = 2**30
+
+# Beside weights, gradients and states: 1.6 GiB of activations and temporaries in the simulated step of 3000 positions
+# (python benchmarks/memory.py), 1.5 GiB for the CUDA context, workspaces, the desktop and the allocator's rounding.
+HEADROOM_BYTES = int(3.1 * GIB)
 
 
 @dataclass(frozen=True)
@@ -15,23 +22,39 @@ class StorePlacement:
     states: str
 
 
-def choose_placement(gradients: str, states: str, card_bytes: int | None) -> StorePlacement:
-    """Resolves ``auto``.
+@dataclass(frozen=True)
+class StoreSizes:
+    """What stands in memory between steps, in bytes."""
 
-    Host traffic costs time, so each store stays on the device as long as a typical run of the 1.7B family fits:
-    peaks at 600 positions are about 16.8 GiB with both stores on the device, 11.9 with gradients on the host, 6.9
-    with both on the host, and 1.5 GiB on top are context, workspaces and allocator rounding
-    (``python benchmarks/memory.py``).
+    weights: int
+    gradients: int
+    states: int
+
+    @classmethod
+    def of(cls, parameters: Iterable[nn.Parameter], optimizer: str) -> StoreSizes:
+        """Adds up a model's parameters; 8-bit states take 2.03 bytes an element, others twice the parameter."""
+        found = list(parameters)
+        weights = sum(p.numel() * p.element_size() for p in found)
+        trained = [p for p in found if p.requires_grad]
+        gradients = sum(p.numel() * p.element_size() for p in trained)
+        elements = sum(p.numel() for p in trained)
+        return cls(weights, gradients, round(2.03 * elements) if optimizer == "adamw8bit" else 2 * gradients)
+
+
+def choose_placement(gradients: str, states: str, card_bytes: int | None, sizes: StoreSizes) -> StorePlacement:
+    """Resolves ``auto``: host traffic costs time, so each store stays on the device as long as it fits.
 
     Args:
         gradients: ``auto``, ``device`` or ``host``.
         states: likewise.
         card_bytes: memory of the GPU, or None where there is none.
+        sizes: of this model and optimizer.
     """
-    wanted = StorePlacement("device", "device")
-    if card_bytes is not None and card_bytes < 14 * GIB:
-        wanted = StorePlacement("host", "host")
-    elif card_bytes is not None and card_bytes < 19 * GIB:
+    free = float("inf") if card_bytes is None else card_bytes - sizes.weights - HEADROOM_BYTES
+    wanted = StorePlacement("host", "host")
+    if sizes.gradients + sizes.states <= free:
+        wanted = StorePlacement("device", "device")
+    elif sizes.states <= free:
         wanted = StorePlacement("host", "device")
     return StorePlacement(
         wanted.gradients if gradients == "auto" else gradients,
