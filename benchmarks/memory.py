@@ -38,6 +38,7 @@ RUNGS = {
     "staged, gradients on host": Rung("staged", gradients="host"),
     "fused, both on host": Rung("fused", gradients="host", states="host"),
     "staged, both on host": Rung("staged", gradients="host", states="host"),
+    "staged, both and idle weights on host": Rung("staged", gradients="host", states="host", weights="host"),
 }
 
 

@@ -22,8 +22,9 @@ NAMES = {
     "staged": "staged",
     "staged, gradients on host": "staged, gradients in RAM",
     "staged, both on host": "staged, gradients and optimizer states in RAM",
+    "staged, both and idle weights on host": "the same, idle weights in RAM too",
 }
-COLOURS = ("#9a3b3b", "#2f5d8a", "#4f8fc0", "#8cbcdc")
+COLOURS = ("#9a3b3b", "#2f5d8a", "#3f7cad", "#5f9ecb", "#8cbcdc")
 
 
 def main() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -13,15 +14,16 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from . import __version__
-from .errors import EnvironmentProblem, NumericsError, SeamError
+from .errors import EnvironmentProblem, LowMemError, NumericsError, SeamError, SettingsError
 from .families.family import Family, TrainingContext, supervised_positions
 from .families.self_check import check_against_upstream
 from .ledger import Ledger
 from .loss.engine import EngineOptions, LossEngine
 from .loss.problem import IGNORE_INDEX
-from .memory.card import choose_placement
+from .memory.card import StorePlacement, StoreSizes, choose_placement
+from .memory.weight_parking import WeightParking
 from .optim import build_optimizer, build_store
-from .runtime.checkpointing import checkpoint_layers
+from .runtime.checkpointing import checkpoint_layers, layer_parameters
 from .runtime.parked import park_embedding
 from .runtime.report import GIB, StepClock, describe_module, describe_parameters, log, peak_memory
 from .settings import Settings
@@ -44,6 +46,7 @@ class Session:
         self.accelerator: Any = None
         self.model: Any = None
         self.optimizer: Any = None
+        self.parking: WeightParking | None = None
         self._upstream_forward: Any = None
         self._said: set[str] = set()
         self._verified = False
@@ -83,21 +86,7 @@ class Session:
                 )
             )
         self.accelerator = accelerator
-        device = accelerator.device
-        card = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-        self.placement = choose_placement(self.settings.gradients, self.settings.states, card)
-        self.store = build_store(self.placement.gradients, getattr(torch, self.settings.host_gradient_dtype))
-        self.engine = LossEngine(
-            EngineOptions(schedule=self.schedule, chunk_frames=self.settings.chunk_frames), self.store
-        )
-        self.context = TrainingContext(
-            engine=self.engine,
-            direct=self.schedule != "autograd",
-            loss_scale=self._loss_scale,
-            finite_empty_channels=self.settings.corrects("empty_channel_loss"),
-            say_once=self.say_once,
-            summarise_labels=lambda labels: supervised_positions(labels, IGNORE_INDEX),
-        )
+        self.engine_options = EngineOptions(schedule=self.schedule, chunk_frames=self.settings.chunk_frames)
 
     def before_model_load(self, model_class: Any, config: Any) -> None:
         """Checks upstream's structure and mathematics while nothing expensive has happened."""
@@ -106,7 +95,7 @@ class Session:
             with torch.device("meta"), torch.random.fork_rng(devices=[]):
                 self.family.check_structure(model_class(config))
             if self.settings.checks_itself:
-                check_against_upstream(self.family, model_class, config, self._upstream_forward, self.engine.options)
+                check_against_upstream(self.family, model_class, config, self._upstream_forward, self.engine_options)
         except SeamError as error:
             raise _stop(error) from None
 
@@ -117,6 +106,42 @@ class Session:
             self._parked_bytes += park_embedding(parent, attribute)
         if self.settings.checkpoints_always or self._checkpointing_asked:
             self.enable_checkpointing()
+        self._choose_stores()
+
+    def _choose_stores(self) -> None:
+        """Decides where gradients and states live, now that the model's size is known."""
+        device = self.accelerator.device
+        card = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+        sizes = StoreSizes.of(self.model.parameters(), self.settings.optimizer)
+        wanted = StorePlacement(self.settings.gradients, self.settings.states, self.settings.weights)
+        self.placement = choose_placement(wanted, card, sizes)
+        self.store = build_store(self.placement.gradients, getattr(torch, self.settings.host_gradient_dtype))
+        self.engine = LossEngine(self.engine_options, self.store, self._weights_away())
+        self.context = TrainingContext(
+            engine=self.engine,
+            direct=self.schedule != "autograd",
+            loss_scale=self._loss_scale,
+            finite_empty_channels=self.settings.corrects("empty_channel_loss"),
+            say_once=self.say_once,
+            summarise_labels=lambda labels: supervised_positions(labels, IGNORE_INDEX),
+        )
+
+    def _weights_away(self) -> Callable[[], AbstractContextManager[None]]:
+        """Returns what takes the backbone's weights off the GPU during the loss."""
+        if self.placement.weights == "device":
+            return nullcontext
+        if self.schedule == "autograd" or not self._checkpointed_layers:
+            if self.settings.weights == "auto":
+                return nullcontext
+            raise _stop(
+                SettingsError(
+                    f"MOSS_LOWMEM_WEIGHTS=host with schedule {self.schedule} and {self._checkpointed_layers} "
+                    "checkpointed layers: weights can only be away while no graph holds them. Expected schedule fused "
+                    "or staged, and MOSS_LOWMEM_CHECKPOINTING=1."
+                )
+            )
+        self.parking = WeightParking(layer_parameters(self.family.backbone(self.model)))
+        return self.parking.away
 
     def enable_checkpointing(self) -> None:
         """What upstream's ``--gradient-checkpointing`` means here."""
@@ -137,8 +162,13 @@ class Session:
         self.optimizer = build_optimizer(
             self.settings.optimizer, named, self.store, self.placement.states, seed=self.seed, **options
         )
-        self.optimizer.register_step_post_hook(lambda *_: self.clock.step(time.perf_counter()))
+        self.optimizer.register_step_post_hook(self._after_step)
         return self.optimizer
+
+    def _after_step(self, *_: Any) -> None:
+        self.clock.step(time.perf_counter())
+        if self.parking is not None:
+            self.parking.weights_changed()
 
     def before_prepare(self, objects: tuple[Any, ...]) -> None:
         """Checks that what is prepared is what the layer built."""
@@ -234,6 +264,7 @@ class Session:
             f"plan schedule={self.schedule} chunk_frames={settings.chunk_frames} "
             f"checkpointed_layers={self._checkpointed_layers} optimizer={settings.optimizer} "
             f"gradients={self.placement.gradients} states={self.placement.states} "
+            f"weights={self.placement.weights} "
             f"corrections={','.join(settings.corrections) or 'none'}"
         )
         log(f"{describe_parameters(model)} kept_off_gpu={self._parked_bytes / GIB:.2f}GiB")
@@ -250,7 +281,7 @@ def _shortened(names: list[str]) -> str:
     return ",".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
-def _stop(error: EnvironmentProblem | SeamError) -> SystemExit:
+def _stop(error: LowMemError) -> SystemExit:
     """Ends the process with the error's one message: nothing has started, a traceback would only hide it."""
     return SystemExit(f"[lowmem] error: {error}")
 

@@ -18,6 +18,12 @@ PREFIX = "MOSS_LOWMEM_"
 CORRECTIONS: dict[str, str] = {
     "empty_channel_loss": "a codebook without any label leaves the printed loss finite (upstream prints nan; the "
     "gradients are the same)",
+    "wrapped_checkpointing": "moss_tts_local_v1.5 with --gradient-checkpointing-impl model_internal: layers are "
+    "recomputed one by one (upstream recomputes every layer as the last one: wrong gradients, same loss)",
+    "padded_attention_rows": "moss_tts_local_v1.5: a padded query attends to itself (upstream leaves its row of the "
+    "mask empty, which CUDA kernels turn into nan gradients: OpenMOSS/MOSS-TTS#196)",
+    "depth_attention": "moss_tts_local_v1.5: the depth model uses the attention that --attn-implementation asks for "
+    "(upstream: the one in the checkpoint's config, whether it is installed or not)",
 }
 
 # Variables of the launcher: known, but not settings of a training process.
@@ -51,6 +57,9 @@ class Settings(BaseSettings):
     )
     host_gradient_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="precision of gradients in host memory: 4 or 2 bytes of RAM per trained parameter"
+    )
+    weights: Placement = Field(
+        "auto", description="whether the backbone's weights wait in host memory while the depth model and heads work"
     )
     corrections: Annotated[tuple[str, ...], NoDecode] = Field(
         tuple(CORRECTIONS), description="departures from upstream's numbers: all, none, or names separated by commas"

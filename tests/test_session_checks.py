@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from moss_tts_patches import session as session_module
 from moss_tts_patches.errors import EnvironmentProblem
 from moss_tts_patches.families.local import LocalFamily
-from moss_tts_patches.memory.card import StoreSizes, choose_placement
+from moss_tts_patches.memory.card import StorePlacement, StoreSizes, choose_placement
 from moss_tts_patches.optim.gradients import DeviceGradients
 from moss_tts_patches.session import Session
 from moss_tts_patches.settings import load_settings
@@ -64,19 +64,18 @@ LOCAL = StoreSizes(weights=int(5.08 * GIB), gradients=int(5.08 * GIB), states=in
 @pytest.mark.parametrize(
     "card_gib,expected",
     [
-        (None, ("device", "device")),
-        (7.8, ("host", "host")),
-        (11.9, ("host", "host")),
-        (15.9, ("host", "device")),
-        (23.9, ("device", "device")),
+        (None, ("device", "device", "device")),
+        (7.8, ("host", "host", "host")),
+        (11.9, ("host", "host", "device")),
+        (15.9, ("host", "device", "device")),
+        (23.9, ("device", "device", "device")),
     ],
 )
 def test_placement_by_card_and_model(card_gib, expected):
     card = None if card_gib is None else int(card_gib * GIB)
-    placement = choose_placement("auto", "auto", card, LOCAL)
-    assert (placement.gradients, placement.states) == expected
-    pinned = choose_placement("device", "host", card, LOCAL)
-    assert (pinned.gradients, pinned.states) == ("device", "host")
+    assert choose_placement(StorePlacement("auto", "auto", "auto"), card, LOCAL) == StorePlacement(*expected)
+    pinned = StorePlacement("device", "host", "host")
+    assert choose_placement(pinned, card, LOCAL) == pinned
 
 
 def test_store_sizes_count_what_trains():

@@ -64,7 +64,7 @@ def test_host_stores_give_the_same_bits(inputs, tmp_path):
     arguments += ("--per-device-batch-size", "1")
     weights = {}
     for name, placement in {"device": "device", "host": "host"}.items():
-        environment = {**EXACT, "MOSS_LOWMEM_GRADIENTS": placement, "MOSS_LOWMEM_STATES": placement}
+        environment = {**EXACT, **{f"MOSS_LOWMEM_{what}": placement for what in ("GRADIENTS", "STATES", "WEIGHTS")}}
         weights[name] = run_mini(inputs, tmp_path / name, *arguments, environment=environment).weights()
     assert all(torch.equal(weights["device"][name], weights["host"][name]) for name in weights["device"])
     alone = run_mini(inputs, tmp_path / "alone", *arguments).weights()

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..optim.gradients import GradientStore
-from .rows import sum_rows_by_id
+from .rows import masked_lookup, sum_rows_by_id
 
 
 def summed_embeddings(tables: Sequence[nn.Embedding], ids: torch.Tensor, store: GradientStore) -> torch.Tensor:
@@ -21,7 +20,7 @@ def summed_embeddings(tables: Sequence[nn.Embedding], ids: torch.Tensor, store: 
 
     Args:
         tables: one embedding per channel, weights ``[entries, hidden]``.
-        ids: ``[batch, positions, channels]`` int64.
+        ids: ``[batch, positions, channels]`` int64; ``IGNORE_INDEX`` adds nothing.
         store: receives the rows when the backward arrives.
 
     Returns:
@@ -45,7 +44,8 @@ class _SummedEmbeddings(torch.autograd.Function):
         first = tables[0].weight
         total = first.new_zeros((*ids.shape[:-1], first.shape[1]))
         for channel, table in enumerate(tables):
-            total += F.embedding(ids[..., channel], table.weight)
+            found = masked_lookup(table.weight, ids[..., channel].reshape(-1))
+            total += found.view(total.shape)
         return total
 
     @staticmethod

@@ -13,6 +13,8 @@ gradient of the hidden states is kept (frames x hidden) and handed to autograd w
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -44,11 +46,23 @@ class EngineOptions:
 
 
 class LossEngine:
-    """Computes losses for one model; remembers only whether a loss still waits for its backward."""
+    """Computes losses for one model; remembers only whether a loss still waits for its backward.
 
-    def __init__(self, options: EngineOptions, store: GradientStore) -> None:
+    Args:
+        options: plain values.
+        store: receives the gradients of ``fused`` and ``staged``.
+        weights_away: entered while ``fused`` or ``staged`` work, to take weights off the device that they do not use.
+    """
+
+    def __init__(
+        self,
+        options: EngineOptions,
+        store: GradientStore,
+        weights_away: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.options = options
         self.store = store
+        self._weights_away = weights_away
         self._waiting = False
 
     def loss(self, problem: FrameLoss, hidden: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,7 +94,8 @@ class LossEngine:
             )
         # The anchor makes the loss differentiable even where the backbone is frozen.
         anchor = torch.zeros((), device=hidden.device, requires_grad=True)
-        loss, sums = _DirectLoss.apply(hidden, anchor, self, problem, scale)
+        with self._weights_away():
+            loss, sums = _DirectLoss.apply(hidden, anchor, self, problem, scale)
         self._waiting = True
         return loss, sums
 

@@ -8,16 +8,18 @@ text label is the same slot token, and a bf16 sum of 350 equal-sized terms loses
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from .problem import IGNORE_INDEX
 
 
-def masked_lookup(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def masked_lookup(weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
     """Embeds ``ids``, a zero vector where nothing is supervised.
 
     Args:
         weight: ``[entries, hidden]``.
         ids: ``[frames]`` int64, may hold ``IGNORE_INDEX``.
+        padding_idx: the entry that ``torch.nn.Embedding`` keeps without gradient; its values are looked up all the same.
 
     Returns:
         ``[frames, hidden]``, dtype of ``weight``.
@@ -25,7 +27,7 @@ def masked_lookup(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     Source: upstream ``moss_tts_local/modeling_moss_tts.py``, ``moss_tts_masked_embedding``.
     """
     present = ids != IGNORE_INDEX
-    rows = weight.index_select(0, torch.where(present, ids, 0))
+    rows = F.embedding(torch.where(present, ids, 0), weight, padding_idx)
     return rows.masked_fill(~present.unsqueeze(-1), 0)
 
 

@@ -16,10 +16,11 @@ HEADROOM_BYTES = int(3.1 * GIB)
 
 @dataclass(frozen=True)
 class StorePlacement:
-    """``device`` or ``host`` for each store."""
+    """``device`` or ``host`` for each store, and for weights that a phase of the step does not use."""
 
     gradients: str
     states: str
+    weights: str = "device"
 
 
 @dataclass(frozen=True)
@@ -41,22 +42,24 @@ class StoreSizes:
         return cls(weights, gradients, round(2.03 * elements) if optimizer == "adamw8bit" else 2 * gradients)
 
 
-def choose_placement(gradients: str, states: str, card_bytes: int | None, sizes: StoreSizes) -> StorePlacement:
+def choose_placement(wanted: StorePlacement, card_bytes: int | None, sizes: StoreSizes) -> StorePlacement:
     """Resolves ``auto``: host traffic costs time, so each store stays on the device as long as it fits.
 
     Args:
-        gradients: ``auto``, ``device`` or ``host``.
-        states: likewise.
+        wanted: ``auto``, ``device`` or ``host`` for each.
         card_bytes: memory of the GPU, or None where there is none.
         sizes: of this model and optimizer.
     """
     free = float("inf") if card_bytes is None else card_bytes - sizes.weights - HEADROOM_BYTES
-    wanted = StorePlacement("host", "host")
+    best = StorePlacement("host", "host", "host")
     if sizes.gradients + sizes.states <= free:
-        wanted = StorePlacement("device", "device")
+        best = StorePlacement("device", "device")
     elif sizes.states <= free:
-        wanted = StorePlacement("host", "device")
+        best = StorePlacement("host", "device")
+    elif free >= 0:
+        best = StorePlacement("host", "host")
     return StorePlacement(
-        wanted.gradients if gradients == "auto" else gradients,
-        wanted.states if states == "auto" else states,
+        best.gradients if wanted.gradients == "auto" else wanted.gradients,
+        best.states if wanted.states == "auto" else wanted.states,
+        best.weights if wanted.weights == "auto" else wanted.weights,
     )

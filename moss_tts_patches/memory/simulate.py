@@ -8,7 +8,7 @@ already there: that is where a long run has its peak.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,11 @@ from ..families.family import Family, LabelSummary, TrainingContext
 from ..loss.engine import EngineOptions, LossEngine
 from ..optim import build_optimizer, build_store
 from ..optim.streamed import StreamedOptimizer
-from ..runtime.checkpointing import checkpoint_layers
+from ..runtime.checkpointing import checkpoint_layers, layer_parameters
 from ..runtime.parked import park_embedding
 from .flops import FlopCounter
 from .tracker import StorageTracker
+from .weight_parking import WeightParking
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Rung:
     gradients: str = "device"
     states: str = "device"
     host_gradient_dtype: torch.dtype = torch.float32
+    weights: str = "device"
 
 
 @dataclass(frozen=True)
@@ -89,8 +91,13 @@ def simulate_rung(family: Family, model_class: Any, config: Any, batch: MicroBat
             rung.optimizer, list(model.named_parameters()), store, rung.states, seed=0, lr=1e-5, betas=(0.9, 0.95)
         )
         _bring_about_second_micro_batch(model, optimizer, rung)
+        parking = WeightParking(layer_parameters(family.backbone(model)))
         context = TrainingContext(
-            engine=LossEngine(EngineOptions(rung.schedule, rung.chunk_frames, verify_scale=False), store),
+            engine=LossEngine(
+                EngineOptions(rung.schedule, rung.chunk_frames, verify_scale=False),
+                store,
+                parking.away if rung.weights == "host" else contextlib.nullcontext,
+            ),
             direct=rung.schedule != "autograd",
             loss_scale=lambda: 0.5,
             finite_empty_channels=True,
@@ -98,8 +105,9 @@ def simulate_rung(family: Family, model_class: Any, config: Any, batch: MicroBat
             summarise_labels=lambda labels: LabelSummary(torch.zeros(batch.supervised, dtype=torch.int64)),
         )
         tracker.reset_peak()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = family.training_output(model, _inputs(batch, config), context).loss
+        with family.simulated_precision(model):
+            inputs = family.simulated_batch(config, batch.records, batch.positions)
+            loss = family.training_output(model, inputs, context).loss
         (loss.float() * 0.5).backward()
         store.end_micro_batch(context.expected_contributions)
         matmul, attention, backward_peak = counter.matmul_flops, counter.attention_flops, tracker.peak_bytes
@@ -108,25 +116,42 @@ def simulate_rung(family: Family, model_class: Any, config: Any, batch: MicroBat
 
 
 def simulate_upstream(
-    model_class: Any, config: Any, batch: MicroBatch, *, checkpointing: bool, forward: Any = None
+    family: Family,
+    model_class: Any,
+    config: Any,
+    batch: MicroBatch,
+    *,
+    checkpointing: bool,
+    forward: Any = None,
+    enable_checkpointing: Callable[[Any], None] = lambda model: model.gradient_checkpointing_enable(),
 ) -> StepFigures:
     """Simulates upstream's own step as accelerate runs it: autocast, outputs converted to float32, torch's AdamW.
 
     Args:
-        forward: upstream's forward where the class has been patched; by default the class's own.
+        family: whose trainer's inputs and frozen parts they are.
+        model_class: upstream's class.
+        config: at full size.
+        batch: the micro-batch's shape.
+        checkpointing: upstream's own, where it has any.
+        forward: upstream's forward where the class has been patched, or where the trainer computes the loss; by default
+            the class's own.
+        enable_checkpointing: what upstream's trainer does to the model for it.
     """
     from accelerate.utils.operations import convert_to_fp32
 
     with _simulation() as (tracker, counter):
         model = _build(model_class, config, tracker)
+        for parent, attribute in family.unread_embeddings(model):
+            getattr(parent, attribute).weight.requires_grad_(False)  # upstream freezes what it never reads
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            enable_checkpointing(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)
         _allocate_gradients(model)
         optimizer.step()
         tracker.reset_peak()
-        with torch.autocast("cpu", torch.bfloat16):
-            output = (forward or model_class.forward)(model, **_inputs(batch, config))
+        inputs = family.simulated_batch(config, batch.records, batch.positions)
+        with family.simulated_precision(model):
+            output = family.simulated_upstream_output(forward or model_class.forward, model, inputs, batch.supervised)
         output = convert_to_fp32(output)
         (output.loss * 0.5).backward()
         matmul, attention, backward_peak = counter.matmul_flops, counter.attention_flops, tracker.peak_bytes
@@ -166,14 +191,3 @@ def _allocate_gradients(model: nn.Module) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
-
-
-def _inputs(batch: MicroBatch, config: Any) -> dict[str, Any]:
-    """Inputs as the trainer passes them; no mask, since a mask without padding is dropped by transformers."""
-    shape = (batch.records, batch.positions, config.n_vq + 1)
-    return {
-        "input_ids": torch.zeros(shape, dtype=torch.int64),
-        "attention_mask": None,
-        "labels": torch.zeros(shape, dtype=torch.int64),
-        "channelwise_loss_weight": [1.0] * (config.n_vq + 1),
-    }

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import ending_the_run
+
 if TYPE_CHECKING:
     from ..session import Session
 
@@ -26,9 +28,10 @@ def lowmem_accelerator(base: type, session: Session) -> type:
             session.accelerator_created(self)
 
         def prepare(self, *args: Any, **kwargs: Any) -> Any:
-            session.before_prepare(args)
-            prepared = super().prepare(*args, **kwargs)
-            session.after_prepare(prepared if isinstance(prepared, tuple) else (prepared,))
+            with ending_the_run():
+                session.before_prepare(args)
+                prepared = super().prepare(*args, **kwargs)
+                session.after_prepare(prepared if isinstance(prepared, tuple) else (prepared,))
             return prepared
 
         def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:

@@ -1,0 +1,211 @@
+"""A checkpoint folder that is either whole or not there, whenever the process is killed.
+
+Upstream writes a checkpoint file by file into the folder that bears its final name; a kill in between leaves half a
+checkpoint that looks like one. Here it is written into a sibling folder, flushed to the disk, and only then renamed. In
+the folder of the checkpoint NAME the process PID may leave behind:
+
+* ``NAME.incomplete-PID``: not a checkpoint, to be deleted;
+* ``NAME.replaced-PID``: the whole checkpoint that stood at NAME while a newer one takes its place. If nothing stands at
+  NAME, the newer one is whole too, in ``NAME.incomplete-PID``: the old one is moved aside only then.
+
+The next save, and the next start of a training with that output folder, finish what was interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil  # comes with accelerate
+
+from ..errors import EnvironmentProblem
+
+_INCOMPLETE, _REPLACED = "incomplete", "replaced"
+_LEFT_BEHIND = re.compile(rf"(?P<name>.+)\.(?P<kind>{_INCOMPLETE}|{_REPLACED})-(?P<pid>\d{1, 19})", re.DOTALL)
+
+# Weights of an older save, in one file or several: transformers would have overwritten or removed them.
+_WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+
+
+def _ignore(line: str) -> None:
+    pass
+
+
+@contextmanager
+def whole_folder(destination: Path, say: Callable[[str], None] = _ignore) -> Iterator[Path]:
+    """Lends a folder to write into, and puts it at ``destination`` when the block ends without an error.
+
+    A folder that stands there already is replaced as a whole, which needs disk space for both; files in it that the new
+    one does not have and that are no weights are taken over, as they survive upstream's own saving.
+
+    Args:
+        destination: the checkpoint's folder; where it is a link, its target is replaced and the link stays.
+        say: gets a line for each thing that an earlier run left behind.
+
+    Yields:
+        A sibling folder that does not exist yet.
+
+    Raises:
+        EnvironmentProblem: something else than a folder stands at ``destination``, or the new folder, which is whole
+            then, could not be given its name.
+    """
+    destination = Path(os.path.realpath(destination))
+    if destination.exists() and not destination.is_dir():
+        raise EnvironmentProblem(
+            f"checkpoint {destination}: found a file, expected a folder or nothing. Move it away, or choose another "
+            "output folder."
+        )
+    finish_interrupted_saves(destination.parent, say)
+    fresh = _sibling(destination, _INCOMPLETE, os.getpid())
+    try:
+        yield fresh
+        if destination.exists():
+            _take_over_other_files(destination, fresh)
+        _flush(fresh)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    try:
+        _publish(fresh, destination, os.getpid())
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"checkpoint {destination.name}: it is whole, but stands in {fresh}, because it could not be renamed "
+            f"({error.strerror or error}). Rename it by hand before the next training with this output folder, which "
+            "would delete it."
+        ) from error
+    try:
+        _remove_replaced(destination, os.getpid())
+    except OSError as error:
+        say(f"could not remove the checkpoint that {destination.name} replaced: {error.strerror or error}")
+
+
+def finish_interrupted_saves(folder: Path, say: Callable[[str], None] = _ignore) -> None:
+    """Completes or removes what saves into ``folder`` left behind when their process was killed.
+
+    Only directories that carry our own names are touched, and only if no process with their number is alive. This
+    process's own number counts as dead: it is called when nothing is being saved, and in containers numbers recur.
+    """
+    for name, kind, process in _left_behind(folder):
+        try:
+            line = _finish(folder / name, kind, process)
+        except OSError as error:  # no reason to stop a training, least of all at its end
+            line = f"could not finish or remove {name}.{kind}-{process}: {error.strerror or error}"
+        if line:
+            say(line)
+
+
+def _finish(destination: Path, kind: str, process: int) -> str | None:
+    """Deals with one leftover; returns what to say about it."""
+    fresh, old = _sibling(destination, _INCOMPLETE, process), _sibling(destination, _REPLACED, process)
+    if kind == _INCOMPLETE:
+        if not fresh.is_dir():  # finished with the older checkpoint that it replaces
+            return None
+        shutil.rmtree(fresh)
+        return f"removed={fresh.name}: half a checkpoint, or the rest of a deleted one, of a run that was killed"
+    interrupted = not os.path.lexists(destination)
+    if interrupted:
+        os.replace(fresh if fresh.is_dir() else old, destination)
+    _remove_replaced(destination, process)
+    return f"finished={destination.name}: a run was killed while it replaced this checkpoint; it is whole"
+
+
+def _left_behind(folder: Path) -> list[tuple[str, str, int]]:
+    """Returns name, kind and process number of each directory that a dead process left, replaced ones first."""
+    found = []
+    for entry in os.scandir(folder) if folder.is_dir() else ():
+        match = _LEFT_BEHIND.fullmatch(entry.name)
+        if match and entry.is_dir(follow_symlinks=False):
+            process = int(match["pid"])
+            if process == os.getpid() or not _is_alive(process):
+                found.append((match["name"], match["kind"], process))
+    return sorted(found, key=lambda leftover: leftover[1] != _REPLACED)
+
+
+def _sibling(destination: Path, kind: str, process: int) -> Path:
+    return destination.with_name(f"{destination.name}.{kind}-{process}")
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        # A zombie holds its number until its parent asks for its status; it writes nothing any more.
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, OverflowError):
+        return False
+    except psutil.Error:  # another user's: alive
+        return True
+
+
+def _take_over_other_files(old: Path, fresh: Path) -> None:
+    """Links, or copies, what only ``old`` has; ``old`` stays as it is, since this may be interrupted."""
+    for entry in os.scandir(old):
+        target = fresh / entry.name
+        if os.path.lexists(target) or _WEIGHTS.fullmatch(entry.name):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            shutil.copytree(entry.path, target, symlinks=True, copy_function=_link_or_copy)
+        elif entry.is_symlink():
+            target.symlink_to(os.readlink(entry.path))
+        else:
+            _link_or_copy(entry.path, target)
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _publish(fresh: Path, destination: Path, process: int) -> None:
+    """Renames ``fresh`` to ``destination``; at no moment is there less than one whole checkpoint."""
+    if os.path.lexists(destination):
+        os.replace(destination, _sibling(destination, _REPLACED, process))
+    os.replace(fresh, destination)
+    _flush_directory(destination.parent)
+
+
+def _remove_replaced(destination: Path, process: int) -> None:
+    """Deletes the older checkpoint under a name that says so: half deleted it is no checkpoint any more."""
+    old, rubbish = (_sibling(destination, kind, process) for kind in (_REPLACED, _INCOMPLETE))
+    if rubbish.is_dir():
+        shutil.rmtree(rubbish)
+    if old.is_dir():
+        os.replace(old, rubbish)
+        shutil.rmtree(rubbish)
+
+
+def _flush(folder: Path) -> None:
+    """Returns when everything in ``folder`` is on the disk; a rename may otherwise get there before the data."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(parent, name)
+            if not os.path.islink(path):
+                _flush_file(path)
+        _flush_directory(Path(parent))
+
+
+def _flush_file(path: str) -> None:
+    # Windows flushes only what is open for writing; elsewhere a file copied from a cache may be read-only.
+    descriptor = os.open(path, os.O_RDWR | os.O_BINARY if os.name == "nt" else os.O_RDONLY)  # type: ignore[attr-defined]
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _flush_directory(path: Path) -> None:
+    if os.name == "nt":  # a directory cannot be opened there
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems flush no directories
+            raise
+    finally:
+        os.close(descriptor)
