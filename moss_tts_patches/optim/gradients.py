@@ -8,7 +8,7 @@ Two things are the store's business wherever the gradients live:
 
 * *chunk sums*: a parameter that the engine runs chunk by chunk receives many small contributions per micro-batch.
   Added up in bf16 they would cost up to 2.2 times upstream's own rounding error, so the store carries the rounding
-  error of every addition along (:func:`add_compensated`);
+  error of every addition along (:mod:`.compensated_sum`);
 * *counting*: how many contributions a parameter got in this micro-batch, so that a gradient that was lost or came
   twice is noticed in the step in which it happened.
 """
@@ -22,47 +22,7 @@ import torch
 from torch import nn
 
 from ..errors import NumericsError
-
-# Elements worked on at once where float32 temporaries are needed: 2**22 are 16 MiB each.
-SLICE_ELEMENTS = 2**22
-
-
-def add_compensated(total: torch.Tensor, error: torch.Tensor, value: torch.Tensor) -> None:
-    """Adds ``value`` to ``total`` in place and keeps what rounding left over, one byte an element.
-
-    ``error`` holds the difference between the exact sum and ``total`` in units of 1/256 of the last place of ``total``,
-    so the pair carries 8 bits more than bfloat16. 47 chunk sums (1500 frames) then cost a hundredth of the one
-    rounding at the end; a second bfloat16 buffer would do no better and take twice the memory.
-
-    Args:
-        total: running sum, bfloat16, contiguous.
-        error: int8, same shape.
-        value: the addend, same shape.
-
-    Source: Kahan, "Further remarks on reducing truncation errors", CACM 8(1), 1965; the sum is formed in float32 and
-    split again, so one operation does for every order of magnitude.
-    """
-    flat_total, flat_error, flat_value = total.view(-1), error.view(-1), value.reshape(-1)
-    for start in range(0, flat_total.numel(), SLICE_ELEMENTS):
-        part = slice(start, start + SLICE_ELEMENTS)
-        exact = _last_place(flat_total[part])
-        exact *= flat_error[part]
-        exact += flat_total[part]
-        exact += flat_value[part]
-        flat_total[part] = exact
-        exact -= flat_total[part]
-        exact /= _last_place(flat_total[part])
-        flat_error[part] = exact.round_().clamp_(-128, 127)
-
-
-def _last_place(values: torch.Tensor) -> torch.Tensor:
-    """Returns 1/256 of the unit in the last place of bfloat16 ``values``, float32.
-
-    bfloat16 has 8 significant bits: the last place of ``2**e * 1.xxxxxxx`` is ``2**(e - 7)``. The exponent bits alone
-    are the float ``2**e`` (zero for subnormals, whose error is then lost: below 1e-38).
-    """
-    exponent = values.view(torch.int16).bitwise_and(0x7F80).view(torch.bfloat16).float()
-    return exponent.mul_(2.0**-15).clamp_(min=torch.finfo(torch.float32).tiny)
+from .compensated_sum import add_compensated
 
 
 class ChunkSum:
