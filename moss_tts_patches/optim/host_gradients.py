@@ -57,6 +57,7 @@ class HostGradients(GradientStore):
         self._written: set[nn.Parameter] = set()
         self._clip: torch.Tensor | None = None
         self._lane: TransferLane | None = None
+        self._fetched: torch.cuda.Event | None = None
 
     def attach(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         super().attach(named_parameters)
@@ -169,12 +170,18 @@ class HostGradients(GradientStore):
         """
         self.wait()
         values = self._view(parameter).view(-1)[start:end].to(parameter.device, non_blocking=True)
+        if values.is_cuda:
+            self._fetched = torch.cuda.current_stream(values.device).record_event()
         if self._clip is None:
             return values
         return values * self._clip.to(values.device)
 
     def zero(self) -> None:
         self.wait()
+        if self._fetched is not None:
+            # The next micro-batch clears parts of the arena at once; what is on its way to the GPU must have left it.
+            self._fetched.synchronize()
+            self._fetched = None
         self._written.clear()
         self._clip = None
 
