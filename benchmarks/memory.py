@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Simulates training steps of full-size MOSS-TTS-Local: upstream as it is beside every way to run the layer.
+"""Simulates training steps of a full-size MOSS-TTS model: upstream as it is beside every way to run the layer.
 
-    MOSS_TTS_REPO=/path/to/MOSS-TTS python benchmarks/memory.py [--positions 600 1500 3000] [--json FILE]
+    MOSS_TTS_REPO=/path/to/MOSS-TTS python benchmarks/memory.py [--family moss_tts_delay] [--size 8b]
+        [--positions 600 1500 3000] [--json FILE]
 
 No GPU, no weights, no download. Peaks are bytes of live storages, the optimizer step included; add about 1.5 GiB for
 the CUDA context, workspaces and the allocator's rounding.
@@ -10,13 +11,16 @@ the CUDA context, workspaces and the allocator's rounding.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
+import importlib.util
 import json
 import os
 import platform
 import sys
 import time
-from dataclasses import asdict
+import types
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,8 @@ import accelerate
 import torch
 import transformers
 
-from moss_tts_patches.families.local import LocalFamily
+from moss_tts_patches.families import FAMILIES
+from moss_tts_patches.families.family import Family
 from moss_tts_patches.memory.simulate import MicroBatch, Rung, StepFigures, simulate_rung, simulate_upstream
 
 GIB = 2**30
@@ -42,25 +47,92 @@ RUNGS = {
 }
 
 
-def load_upstream(repository: Path) -> tuple[Any, Any]:
-    """Returns upstream's model and config classes."""
-    sys.path.insert(0, str(repository))
-    model = importlib.import_module("moss_tts_local.modeling_moss_tts").MossTTSDelayModel
-    return model, importlib.import_module("moss_tts_local.configuration_moss_tts").MossTTSDelayConfig
+@dataclass(frozen=True)
+class Source:
+    """Where a family's classes stand in the checkout, and the size that was released first.
+
+    Attributes:
+        trainer: the trainer's file where it computes the loss and switches checkpointing on, not the model.
+    """
+
+    folder: str
+    modules: tuple[str, str]
+    classes: tuple[str, str]
+    size: str
+    trainer: str | None = None
 
 
-def measure(repository: Path, positions: list[int], names: list[str]) -> list[dict[str, Any]]:
-    """Simulates every row of the table."""
-    model_class, config_class = load_upstream(repository)
-    family = LocalFamily()
+SOURCES = {
+    "moss_tts_local": Source(
+        "moss_tts_local",
+        ("modeling_moss_tts", "configuration_moss_tts"),
+        ("MossTTSDelayModel", "MossTTSDelayConfig"),
+        "1.7b",
+    ),
+    "moss_tts_delay": Source(
+        "moss_tts_delay",
+        ("modeling_moss_tts", "configuration_moss_tts"),
+        ("MossTTSDelayModel", "MossTTSDelayConfig"),
+        "8b",
+    ),
+    "moss_tts_realtime": Source(
+        "moss_tts_realtime/mossttsrealtime",
+        ("modeling_mossttsrealtime", "configuration_mossttsrealtime"),
+        ("MossTTSRealtime", "MossTTSRealtimeConfig"),
+        "1.7b",
+    ),
+    "moss_tts_local_v1.5": Source(
+        "moss_tts_local_v1.5",
+        ("modeling_moss_tts", "configuration_moss_tts"),
+        ("MossTTSLocalModel", "MossTTSLocalConfig"),
+        "4b",
+        trainer="finetuning/sft.py",
+    ),
+}
+
+
+def load_upstream(repository: Path, source: Source) -> tuple[Any, Any]:
+    """Returns upstream's model and config classes, whatever their folder is called."""
+    package = types.ModuleType("upstream_model")
+    package.__path__ = [str(repository / source.folder)]
+    sys.modules["upstream_model"] = package
+    sys.dont_write_bytecode = True
+    found = (getattr(importlib.import_module(f"upstream_model.{m}"), c) for m, c in zip(source.modules, source.classes))
+    model_class, config_class = found
+    return model_class, config_class
+
+
+def trainer_functions(repository: Path, source: Source) -> dict[str, Any]:
+    """What :func:`simulate_upstream` needs of a trainer that does the model's work; by its own default choices."""
+    if source.trainer is None:
+        return {}
+    spec = importlib.util.spec_from_file_location("upstream_trainer", repository / source.folder / source.trainer)
+    assert spec is not None and spec.loader is not None
+    trainer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(trainer)
+    checkpoint = functools.partial(
+        trainer.configure_gradient_checkpointing, scope="global", use_reentrant=False, impl="module_wrapper"
+    )
+    return {"forward": trainer.compute_supervised_loss, "enable_checkpointing": checkpoint}
+
+
+def measure(
+    repository: Path, family: Family, size: str | None, positions: list[int], names: list[str]
+) -> list[dict[str, Any]]:
+    """Simulates every row of the table; one that upstream's trainer has no flag for is left out."""
+    source = SOURCES[family.name]
+    model_class, config_class = load_upstream(repository, source)
+    own = trainer_functions(repository, source)
+    names = [name for name in names if family.upstream_checkpoints or name != "upstream, checkpointing"]
     rows = []
     for count in positions:
         batch = MicroBatch(1, count, round(count * SUPERVISED_SHARE))
         for name in names:
-            config = family.full_size_config(config_class, "1.7b")
+            config = family.full_size_config(config_class, size or source.size)
             began = time.perf_counter()
             if name.startswith("upstream"):
-                figures = simulate_upstream(model_class, config, batch, checkpointing="checkpointing" in name)
+                checkpointing = "checkpointing" in name
+                figures = simulate_upstream(family, model_class, config, batch, checkpointing=checkpointing, **own)
             else:
                 figures = simulate_rung(family, model_class, config, batch, RUNGS[name])
             seconds = time.perf_counter() - began
@@ -82,12 +154,15 @@ def describe(name: str, batch: MicroBatch, figures: StepFigures) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ["upstream", "upstream, checkpointing", *RUNGS]
+    families = {family.name: family for family in FAMILIES}
+    parser.add_argument("--family", choices=list(SOURCES), default="moss_tts_local")
+    parser.add_argument("--size", help="of the backbone, for example 8b; by default the first released one")
     parser.add_argument("--positions", type=int, nargs="+", default=[600, 3000])
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     repository = os.environ.get("MOSS_TTS_REPO")
-    if repository is None or not (Path(repository) / "moss_tts_local" / "modeling_moss_tts.py").exists():
+    if repository is None or not (Path(repository) / SOURCES[arguments.family].folder).is_dir():
         raise SystemExit(
             f"MOSS_TTS_REPO={repository!r}: expected a MOSS-TTS checkout. "
             "Get it with: git clone https://github.com/OpenMOSS/MOSS-TTS"
@@ -100,7 +175,8 @@ def main() -> None:
         "accelerate": accelerate.__version__,
     }
     print(" ".join(f"{key}={value}" for key, value in versions.items()))
-    rows = measure(Path(repository), arguments.positions, arguments.only)
+    family = families[arguments.family]()
+    rows = measure(Path(repository), family, arguments.size, arguments.positions, arguments.only)
     if arguments.json:
         arguments.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
 

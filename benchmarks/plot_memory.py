@@ -37,7 +37,7 @@ def main() -> None:
     positions = sorted({count for _, count in rows})
     figure, axes = plt.subplots(figsize=(12, 5.2), dpi=100)
     height = 0.8 / len(positions)
-    for index, (name, label) in enumerate(NAMES.items()):
+    for index, name in enumerate(NAMES):
         for step, count in enumerate(positions):
             value, y = rows[name, count], index + step * height - 0.4 + height / 2
             axes.barh(y, value, height * 0.92, color=COLOURS[index], alpha=1.0 if step == 0 else 0.6)

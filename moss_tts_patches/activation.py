@@ -6,10 +6,12 @@ import os
 from types import ModuleType
 from typing import Any
 
-from .errors import EnvironmentProblem, SettingsError
+from .errors import EnvironmentProblem, SettingsError, ending_the_run
 from .families import FAMILIES, recognise_family
 from .launch.deepspeed import broken_deepspeed
 from .runtime.accelerator import lowmem_accelerator
+from .runtime.report import log
+from .runtime.saving import saving_whole
 from .session import Session
 from .settings import load_settings, parse_switch
 
@@ -41,6 +43,7 @@ def activate(trainer: ModuleType, parser: Any, arguments: list[str]) -> Session:
     session = Session(settings, family, trainer, hyphenate(parser, arguments))
     patch_trainer(session)
     family.install(session)
+    patch_saving(session)
     return session
 
 
@@ -65,9 +68,17 @@ def patch_trainer(session: Session) -> None:
     )
 
     def AdamW(params: Any, **options: Any) -> Any:
-        return session.make_optimizer(params, options)
+        with ending_the_run():
+            return session.make_optimizer(params, options)
 
     session.ledger.apply(trainer, "AdamW", AdamW, "8-bit states, stochastic rounding, gradient store")
+
+
+def patch_saving(session: Session) -> None:
+    """Has the trainer write its checkpoints somewhere else until they are whole."""
+    trainer = session.trainer
+    save_checkpoint = saving_whole(trainer.save_checkpoint, log)
+    session.ledger.apply(trainer, "save_checkpoint", save_checkpoint, "a killed run leaves no half checkpoint")
 
 
 def _check_wanted_family(found: str) -> None:

@@ -3,6 +3,11 @@
 A message names the component, what was found, what was expected and what to do next.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class LowMemError(RuntimeError):
     """Base of every error that the layer raises on purpose."""
@@ -26,3 +31,15 @@ class NumericsError(LowMemError):
 
 class StateError(LowMemError):
     """Saved optimizer state does not belong to the parameters it is loaded into."""
+
+
+@contextmanager
+def ending_the_run() -> Iterator[None]:
+    """Turns an error of the layer into the end of the process with its one message.
+
+    For what happens before training starts: nothing is lost, and a traceback through upstream would only hide the line.
+    """
+    try:
+        yield
+    except LowMemError as error:
+        raise SystemExit(f"[lowmem] error: {error}") from None

@@ -6,6 +6,7 @@ import atexit
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,7 @@ from .optim import build_optimizer, build_store
 from .runtime.checkpointing import checkpoint_layers, layer_parameters
 from .runtime.parked import park_embedding
 from .runtime.report import GIB, StepClock, describe_module, describe_parameters, log, peak_memory
+from .runtime.saving import finish_interrupted_saves
 from .settings import Settings
 
 
@@ -47,6 +49,7 @@ class Session:
         self.model: Any = None
         self.optimizer: Any = None
         self.parking: WeightParking | None = None
+        self._output_folder = Path(".")
         self._upstream_forward: Any = None
         self._said: set[str] = set()
         self._verified = False
@@ -62,6 +65,7 @@ class Session:
     def parsed(self, namespace: Any) -> Any:
         """The trainer's arguments are known, nothing has been done yet; returns them unchanged."""
         self.seed = int(getattr(namespace, "seed", 0))
+        self._output_folder = Path(getattr(namespace, "output_dir", "."))
         # A trainer whose own parser lacks the flag never calls the model's enabling method.
         self._checkpointing_asked = bool(getattr(namespace, "gradient_checkpointing", False))
         reason = self.family.autograd_reason(namespace)
@@ -86,6 +90,8 @@ class Session:
                 )
             )
         self.accelerator = accelerator
+        if accelerator.is_main_process:
+            finish_interrupted_saves(self._output_folder, log)
         self.engine_options = EngineOptions(schedule=self.schedule, chunk_frames=self.settings.chunk_frames)
 
     def before_model_load(self, model_class: Any, config: Any) -> None:
@@ -158,7 +164,6 @@ class Session:
                 "needs their names to save and restore optimizer state; upgrade moss_tts_patches, or use MOSS_LOWMEM=0."
             )
         named = [(names[parameter], parameter) for parameter in given]
-        self.store.attach(named)
         self.optimizer = build_optimizer(
             self.settings.optimizer, named, self.store, self.placement.states, seed=self.seed, **options
         )
@@ -188,6 +193,9 @@ class Session:
                 f"optimizer: accelerate replaced {type(self.optimizer).__name__} by {kinds}. Its update rule would not "
                 "be the one asked for. Run without DeepSpeed offload, or set MOSS_LOWMEM=0."
             )
+        # Only now: on a GPU the weights have just left the host memory that is asked for here.
+        self.store.attach((name, parameter) for parameter, name in self.optimizer.names.items())
+        self.optimizer.reserve_states()
         self._report_start()
         atexit.register(self._report_end)
 

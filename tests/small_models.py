@@ -14,7 +14,7 @@ import torch
 from mini_moss_tts.make_demo_data import SCALES, SPECIAL_TOKENS, random_model
 from torch import nn
 
-from moss_tts_patches.families.family import TrainingContext, supervised_positions
+from moss_tts_patches.families.family import Family, TrainingContext, supervised_positions
 from moss_tts_patches.families.local import LocalFamily
 from moss_tts_patches.loss.engine import EngineOptions, LossEngine
 from moss_tts_patches.loss.problem import IGNORE_INDEX
@@ -66,6 +66,7 @@ class Ours:
     scale: float = 1.0
     finite_empty_channels: bool = True
     said: list[str] = field(default_factory=list)
+    family: Family = FAMILY
 
     def __post_init__(self) -> None:
         options = EngineOptions(self.schedule, self.chunk_frames, self.logits_at_once)
@@ -79,7 +80,7 @@ class Ours:
         )
 
     def loss(self, model: Any, batch: dict[str, Any]) -> torch.Tensor:
-        return FAMILY.training_output(model, batch, self.context).loss
+        return self.family.training_output(model, batch, self.context).loss
 
     def train(self, model: Any, batches: Sequence[dict[str, Any]], autocast: torch.dtype | None = None) -> list[float]:
         """Accumulates the gradients of ``batches`` and returns their losses."""

@@ -14,7 +14,7 @@ from launcher import ENGINE_YAML, PROJECT, environment_of, make_gpus, make_packa
 from moss_tts_patches.errors import EnvironmentProblem, SettingsError
 from moss_tts_patches.launch import engine
 from moss_tts_patches.launch.engine import SINGLE_PROCESS, choose_engine, read_config, visible_gpus
-from moss_tts_patches.launch.families import LATER, SUPPORTED, family_problem
+from moss_tts_patches.launch.families import SUPPORTED, family_problem
 from moss_tts_patches.launch.interpreter import activating_environment, problem_with, python_of
 
 # -- which Python -----------------------------------------------------------------------------------------------------
@@ -107,14 +107,13 @@ def test_the_launcher_knows_the_families_of_the_layer() -> None:
 
 def test_only_supported_families_pass() -> None:
     assert all(family_problem(name) is None for name in SUPPORTED)
-    assert all("does not support yet" in (family_problem(name) or "") for name in LATER)
     assert "the nearest one is moss_tts_delay" in (family_problem("moss_tts_dealy") or "")
 
 
 @pytest.mark.upstream
 def test_the_families_are_upstreams(upstream_repo: Path) -> None:
     found = {path.parents[1].name for path in upstream_repo.glob("moss_tts_*/finetuning/sft.py")}
-    assert found == {*SUPPORTED, *LATER}
+    assert found == set(SUPPORTED)
 
 
 # -- the engine -------------------------------------------------------------------------------------------------------

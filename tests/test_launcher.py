@@ -210,7 +210,6 @@ def test_upstreams_own_engines_and_script(
         ({"MOSS_LOWMEM_FAMILY": "moss_tts_locale"}, "the nearest one is moss_tts_local."),
         ({"MOSS_LOWMEM_FAMILY": "moss_tts_realtme"}, "the nearest one is moss_tts_realtime."),
         ({"MOSS_LOWMEM_FAMILY": ""}, "MOSS_LOWMEM_FAMILY='' is not a family"),
-        ({"MOSS_LOWMEM_FAMILY": "moss_tts_delay"}, "does not support yet"),
         ({"MOSS_LOWMEM_ENGINE": "none"}, "MOSS_LOWMEM_ENGINE='none' is not a value: use auto or keep"),
         ({"MOSS_LOWMEM_SCHEDULE": "stagd"}, "MOSS_LOWMEM_SCHEDULE='stagd'"),
         ({"MOSS_LOWMEM_CHUNK": "8"}, "the nearest one is MOSS_LOWMEM_CHUNK_FRAMES"),

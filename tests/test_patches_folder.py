@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from launcher import PROJECT, environment_of
 
-from moss_tts_patches.launch.families import LATER, SUPPORTED
+from moss_tts_patches.launch.families import SUPPORTED
 
 PATCHES = PROJECT / "patches"
 LINE = "import moss_tts_patches.explicit  # noqa: F401  (does nothing unless MOSS_LOWMEM=1)\n"
-FAMILIES = (*SUPPORTED, *LATER)
+FAMILIES = SUPPORTED
 ACTIVE = "hasattr(argparse.ArgumentParser.parse_args, '__moss_lowmem__')"
 
 

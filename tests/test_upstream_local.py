@@ -2,88 +2,29 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
-
 import pytest
 import torch
-from launcher import LAUNCHER
-from mini import read_steps
 from safetensors.torch import load_file
 from small_models import SCHEDULES, Ours, gradients, pair, relative_errors, train_reference
 from test_training_runs import assert_same_weights, files_of, weight_differences
 from tolerances import TOLERANCES
+from upstream_runs import (  # noqa: F401  (fixtures)
+    ARGUMENTS,
+    EXACT,
+    assert_upstream_reloads,
+    inputs_fixture,
+    train_fixture,
+    upstream_classes_fixture,
+)
 
 from moss_tts_patches.families.local import LocalFamily
 
 pytestmark = pytest.mark.upstream
 
 FAMILY = "moss_tts_local"
-ARGUMENTS = (
-    "--per-device-batch-size 2 --gradient-accumulation-steps 2 --num-epochs 1 --mixed-precision no --learning-rate 1e-3"
-)
+SEEDS = (0, 1)
 # Printed by unmodified upstream on the tiny checkpoint of seed 0 (shared notes, section 0).
 REFERENCE_LOSSES = [3.9135, 3.8448, 3.9079]
-EXACT = {"MOSS_LOWMEM_OPTIMIZER": "adamw", "MOSS_LOWMEM_CORRECTIONS": "none", "MOSS_LOWMEM_CHUNK_FRAMES": "7"}
-
-
-@dataclass(frozen=True)
-class Run:
-    """A finished run of upstream's script."""
-
-    output: str
-    folder: Path
-
-    @property
-    def losses(self):
-        return [step.loss for step in read_steps(self.output)]
-
-    @property
-    def checkpoint(self):
-        return self.folder / "checkpoint-epoch-0"
-
-    def weights(self):
-        return load_file(self.checkpoint / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def inputs(upstream_repo, torchaudio_stub, tmp_path_factory):
-    """Tiny checkpoints and data by seed."""
-    folder = tmp_path_factory.mktemp("tiny")
-    for seed in (0, 1):
-        command = [sys.executable, Path(__file__).with_name("make_tiny.py"), upstream_repo, FAMILY, folder / str(seed)]
-        subprocess.run([*command, "--seed", str(seed)], check=True, capture_output=True)
-    return folder
-
-
-@pytest.fixture
-def train(upstream_repo, upstream_environment, inputs):
-    """Runs upstream's script, through our launcher or by itself."""
-
-    def run(output, seed=0, layer=None, arguments=ARGUMENTS, **variables):
-        data = inputs / str(seed)
-        environment = {
-            **upstream_environment,
-            "MODEL_PATH": str(data),
-            "TRAIN_JSONL": str(data / "train.jsonl"),
-            "OUTPUT_DIR": str(output),
-            "SKIP_PREPARE": "1",
-            "TRAIN_EXTRA_ARGS_STR": arguments,
-            **variables,
-        }
-        script = f"{FAMILY}/finetuning/run_train.sh"
-        if layer is not None:
-            environment |= {"MOSS_LOWMEM": "1", "MOSS_TTS_REPO": str(upstream_repo), **layer}
-            script = str(LAUNCHER)
-        done = subprocess.run(
-            ["bash", script], cwd=upstream_repo, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return Run(done.stdout + done.stderr, output)
-
-    return run
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -120,18 +61,8 @@ def test_8bit_optimizer_trains_and_upstream_reloads_the_checkpoint(train, inputs
     assert weight_differences(after, before)[1] > 0.5
     unread = "model.language_model.embed_tokens.weight"
     assert torch.equal(after[unread], before[unread])
-    code = (
-        "import sys, torch\n"
-        "from safetensors.torch import load_file\n"
-        "from transformers import AutoModel\n"
-        "model = AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
-        "saved = load_file(sys.argv[1] + '/model.safetensors')\n"
-        "state = model.state_dict()\n"
-        "assert state.keys() == saved.keys()\n"
-        "assert all(torch.equal(state[name], saved[name]) for name in saved)\n"
-        "assert not any(name.startswith('moss_tts_patches') for name in sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code, str(run.checkpoint)], env=upstream_environment, check=True)
+    load = "from transformers import AutoModel\nmodel = AutoModel.from_pretrained(folder, trust_remote_code=True)"
+    assert_upstream_reloads(run.checkpoint, upstream_environment, load)
 
 
 def test_switched_off_the_checkpoint_is_byte_identical(train, tmp_path):
@@ -152,20 +83,6 @@ def test_upstreams_own_zero3_yaml_on_one_device_runs_plain(train, tmp_path):
     assert run.losses == pytest.approx(REFERENCE_LOSSES, abs=TOLERANCES["printed_loss"])
     assert "distributed_type=DistributedType.NO num_processes=1" in run.output
     assert any("[lowmem]" in line and "zero3" in line.lower() for line in run.output.splitlines())
-
-
-@pytest.fixture(scope="module")
-def upstream_classes(upstream_repo):
-    """Upstream's model and config classes, in this process."""
-    sys.path.insert(0, str(upstream_repo))
-    sys.dont_write_bytecode = True
-    try:
-        from moss_tts_local.configuration_moss_tts import MossTTSDelayConfig
-        from moss_tts_local.modeling_moss_tts import MossTTSDelayModel
-
-        yield MossTTSDelayModel, MossTTSDelayConfig
-    finally:
-        sys.path.remove(str(upstream_repo))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

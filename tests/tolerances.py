@@ -7,6 +7,9 @@ TOLERANCES: dict[str, float] = {
     "gradient_fp32_relative": 1e-5,
     # Printed losses carry 4 digits (issue 2, "Must show" 1).
     "printed_loss": 1e-4,
+    # The same where the reference lies on a rounding limit (moss_tts_local_v1.5: 3.7096498 against 3.7096500, printed
+    # as 3.7096 and 3.7097): one unit of the last printed digit, which as a difference of floats is 2e-15 more.
+    "printed_loss_unit": 1.00001e-4,
     # Error of our bf16 gradients against fp32, as a multiple of upstream's own bf16 error (issue 2, 2).
     "gradient_bf16_error_ratio": 1.1,
     # Loss and per-tensor gradients of the miniature against upstream in float32, relative: the same operations in
@@ -40,4 +43,15 @@ TOLERANCES: dict[str, float] = {
     # near-zero gradient becomes a visible update; everything else agrees to 2e-7.
     "weights_share_of_learning_rate": 0.01,
     "weights_differing_share": 1e-4,
+    # Final loss of bf16 training with the layer's optimizer against float32 (issue 3, "Must show" 5): 0.02 % seen after
+    # 100 steps, 0.1 % after 1000.
+    "convergence_final_loss_relative": 0.02,
+    # ... and of how far the loss came down, which is the sharper test in a short run: 0.2 % seen.
+    "convergence_decrease_relative": 0.02,
+    # Share of float32's decrease that plain bf16 and nearest rounding may reach and be called left behind: 9 % seen.
+    "convergence_decrease_left_behind": 0.25,
+    # Share of the loss that the float32 run has to take off for the three above to mean something: 6 % seen.
+    "convergence_learnt_share": 0.05,
+    # Peak bytes of what stands in for a forward that looks at values, against that forward: index tensors differ.
+    "stand_in_peak_relative": 0.02,
 }

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import SeamError
+from .delay import DelayFamily
 from .family import Family
 from .local import LocalFamily
+from .local_v15 import LocalV15Family
+from .realtime import RealtimeFamily
 
-FAMILIES: tuple[type[Family], ...] = (LocalFamily,)
+FAMILIES: tuple[type[Family], ...] = (LocalFamily, DelayFamily, RealtimeFamily, LocalV15Family)
 
 
 def recognise_family(namespace: dict[str, Any]) -> Family:

@@ -16,11 +16,18 @@ class RunHooks(Protocol):
     ledger: Ledger
     trainer: ModuleType
     model: Any
+    nonfinite_gradients: list[str]
+
+    def corrects(self, name: str) -> bool:
+        """Whether a departure from upstream's numbers is wanted."""
+
+    def say_once(self, line: str) -> None:
+        """Logs a line the first time it is said."""
 
     def remember_forward(self, forward: Any) -> None:
         """Upstream's own forward, before it is replaced."""
 
-    def before_model_load(self, model_class: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def before_model_load(self, model_class: Any, config: Any) -> None:
         """The trainer is about to load its model."""
 
     def model_loaded(self, model: Any) -> None:
@@ -57,7 +64,8 @@ def patch_model_class(session: RunHooks, model_class: Any, training_arguments: f
         return session.forward(self, batch)
 
     def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
-        session.before_model_load(cls, args, options)
+        path = args[0] if args else options.get("pretrained_model_name_or_path")
+        session.before_model_load(cls, cls.config_class.from_pretrained(path))
         inherited = super(model_class, cls).from_pretrained
         model = (upstream_loader.__get__(None, cls) if upstream_loader is not None else inherited)(*args, **options)
         session.model_loaded(model)

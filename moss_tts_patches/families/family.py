@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
 from ..errors import SeamError
 from ..loss.engine import LossEngine
@@ -54,6 +56,13 @@ class Seam:
                 f"{', '.join(self.parameters)}; missing: {', '.join(missing)}; found: {', '.join(present)}. "
                 "Upgrade moss_tts_patches, or train without it (MOSS_LOWMEM=0)."
             )
+
+
+@dataclass
+class LossOutput(ModelOutput):
+    """All that upstream's training loops read of a forward pass."""
+
+    loss: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +110,8 @@ class Family(ABC):
     class_seams: ClassVar[tuple[Seam, ...]]
     #: What upstream's loop passes to the model in training, and nothing else.
     training_arguments: ClassVar[frozenset[str]]
+    #: Whether upstream's own trainer can checkpoint activations; the planner compares with what upstream can do.
+    upstream_checkpoints: ClassVar[bool] = True
 
     @classmethod
     @abstractmethod
@@ -108,8 +119,8 @@ class Family(ABC):
         """Whether this trainer namespace is this family's."""
 
     @abstractmethod
-    def model_class(self, namespace: dict[str, Any]) -> type[nn.Module]:
-        """The class whose ``from_pretrained`` the trainer calls."""
+    def model_class(self, namespace: dict[str, Any]) -> type[nn.Module] | None:
+        """The class whose ``from_pretrained`` the trainer calls; None where the checkpoint's own code brings it."""
 
     @abstractmethod
     def check_structure(self, model: nn.Module) -> None:
@@ -146,6 +157,10 @@ class Family(ABC):
     def extend_parser(self, parser: Any) -> None:  # noqa: B027  (most families need nothing here)
         """Adds options that the layer understands and this trainer's parser does not."""
 
+    def autograd_reason(self, arguments: Any) -> str | None:
+        """Why a run with these parsed arguments needs the ``autograd`` schedule, or None."""
+        return None
+
     def install(self, session: RunHooks) -> None:
         """Patches what is this family's own: by default the model class that the trainer names."""
         patch_model_class(session, self.model_class(vars(session.trainer)), self.training_arguments)
@@ -154,13 +169,71 @@ class Family(ABC):
         """Upstream's own loss on a batch, for the self check."""
         return upstream_forward(model, **batch).loss
 
+    def simulated_batch(self, config: Any, records: int, positions: int) -> dict[str, Any]:
+        """Inputs as the trainer passes them, all zero; no mask: transformers drops a mask without padding.
+
+        Returns:
+            ids and labels ``[records, positions, channels]`` int64, and one weight per channel.
+        """
+        channels = config.n_vq + 1
+        return {
+            "input_ids": torch.zeros((records, positions, channels), dtype=torch.int64),
+            "attention_mask": None,
+            "labels": torch.zeros((records, positions, channels), dtype=torch.int64),
+            "channelwise_loss_weight": [1.0] * channels,
+        }
+
+    def simulated_upstream_output(
+        self, upstream_forward: Callable[..., Any], model: Any, batch: dict[str, Any], supervised: int
+    ) -> Any:
+        """Upstream's own forward on :meth:`simulated_batch`, for tensors without values.
+
+        A family whose upstream looks at values (which positions have labels) runs the same modules on ``supervised``
+        positions here.
+        """
+        return upstream_forward(model, **batch)
+
+    def simulated_precision(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Mixed precision around the loss of a simulated step, as accelerate sets it up for this trainer."""
+        return torch.autocast("cpu", torch.bfloat16)
+
     def check_trainer(self, namespace: dict[str, Any]) -> None:
         """Checks every seam of the trainer and of its model class; raises SeamError naming the first that fails."""
         for seam in self.trainer_seams:
             seam.find(namespace, "sft.py")
         model_class = self.model_class(namespace)
+        if model_class is not None:
+            self.check_class(model_class)
+
+    def check_class(self, model_class: type[nn.Module]) -> None:
+        """Checks every seam of the model class; raises SeamError naming the first that fails."""
         for seam in self.class_seams:
             seam.find(model_class, model_class.__name__)
+
+
+def check_parts(family: str, model: nn.Module, expected: Mapping[str, int | None]) -> None:
+    """Checks that an instance has the parts that the layer works with.
+
+    Args:
+        family: for the message.
+        model: an instance of upstream's class.
+        expected: number of entries by path; None where the part is no list.
+
+    Raises:
+        SeamError: a part is missing or has another number of entries.
+    """
+    for path, length in expected.items():
+        try:
+            part: Any = model.get_submodule(path)
+        except AttributeError:
+            raise SeamError(
+                f"seam {type(model).__name__}.{path}: not found on the model. Expected the structure of {family} at "
+                "upstream 58b20a0; upgrade moss_tts_patches, or train with MOSS_LOWMEM=0."
+            ) from None
+        if length is not None and len(part) != length:
+            raise SeamError(
+                f"seam {type(model).__name__}.{path}: found {len(part)} entries, expected {length} from the config."
+            )
 
 
 def supervised_positions(labels: torch.Tensor, ignore_index: int) -> LabelSummary:

@@ -8,24 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers.utils import ModelOutput
 
-from ..errors import SeamError
 from ..loss.embedding import summed_embeddings
 from ..loss.problem import IGNORE_INDEX, Channel, FrameLoss, Lookup, Stage
-from .family import Family, Seam, TrainingContext
-
-
-@dataclass
-class LossOutput(ModelOutput):
-    """All that upstream's training loop reads of a forward pass."""
-
-    loss: torch.Tensor | None = None
+from .family import Family, LossOutput, Seam, TrainingContext, check_parts
 
 
 class LocalFamily(Family):
@@ -75,18 +65,7 @@ class LocalFamily(Family):
             "layer_norm_before_lm_heads": channels,
             "lm_heads": channels,
         }
-        for path, length in expected.items():
-            try:
-                part = model.get_submodule(path)
-            except AttributeError:
-                raise SeamError(
-                    f"seam {type(model).__name__}.{path}: not found on the model. Expected the structure of "
-                    "moss_tts_local at upstream 58b20a0; upgrade moss_tts_patches, or train with MOSS_LOWMEM=0."
-                ) from None
-            if length is not None and len(part) != length:
-                raise SeamError(
-                    f"seam {type(model).__name__}.{path}: found {len(part)} entries, expected {length} from the config."
-                )
+        check_parts(self.name, model, expected)
 
     def backbone(self, model: Any) -> nn.Module:
         return model.model.language_model

@@ -60,6 +60,8 @@ def check_against_upstream(
 def _small_model(family: Family, model_class: Any, config: Any) -> Any:
     small = family.shrunken_config(config)
     model = model_class(small).float().train()
+    for parent, attribute in family.unread_embeddings(model):
+        getattr(parent, attribute).weight.requires_grad_(False)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms stand at exactly 1, where a forgotten one would not show

@@ -114,7 +114,8 @@ def _heads_over_all_frames(
     everything = slice(0, outputs.shape[0])
     for position in range(outputs.shape[1]):
         features = outputs[:, position].clone()
-        outputs[:, position] = 0
+        # Without a depth model 33 heads read the same position: a bf16 sum would round 33 times.
+        total = torch.zeros_like(features, dtype=torch.float32)
         for index, channel in enumerate(problem.channels):
             if channel.position != position:
                 continue
@@ -129,9 +130,10 @@ def _heads_over_all_frames(
                 deferred=deferred,
                 chunked=False,
             )
-            outputs[:, position] += gradient
+            total += gradient
             if deferred is not None:
                 heads.finish_deferred(channel, deferred, factors[index], store, logits_at_once)
+        outputs[:, position] = total
     return sums
 
 

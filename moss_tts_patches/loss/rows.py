@@ -19,7 +19,7 @@ def masked_lookup(weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | No
     Args:
         weight: ``[entries, hidden]``.
         ids: ``[frames]`` int64, may hold ``IGNORE_INDEX``.
-        padding_idx: the entry that ``torch.nn.Embedding`` keeps without gradient; its values are looked up all the same.
+        padding_idx: the entry that ``torch.nn.Embedding`` keeps without gradient; its values are looked up too.
 
     Returns:
         ``[frames, hidden]``, dtype of ``weight``.

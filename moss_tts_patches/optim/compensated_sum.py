@@ -39,6 +39,24 @@ def add_compensated(total: torch.Tensor, error: torch.Tensor, value: torch.Tenso
         add_by_torch(total, error, value)
 
 
+def add_rows_compensated(total: torch.Tensor, error: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    """:func:`add_compensated` on some rows of a table.
+
+    Args:
+        total: ``[entries, hidden]`` bfloat16.
+        error: int8, same shape.
+        ids: ``[n]`` int64; only id 0 may come more than once, all its rows but one being zero.
+        rows: ``[n, hidden]`` float32.
+    """
+    first = (ids == 0).unsqueeze(-1)
+    # Every occurrence of id 0 writes its row's sum, so that it does not matter which one is written last.
+    values = torch.where(first, (rows * first).sum(dim=0), rows)
+    part, part_error = total.index_select(0, ids), error.index_select(0, ids)
+    add_compensated(part, part_error, values)
+    total.index_copy_(0, ids, part)
+    error.index_copy_(0, ids, part_error)
+
+
 def add_by_torch(total: torch.Tensor, error: torch.Tensor, value: torch.Tensor) -> None:
     """:func:`add_compensated` in torch operations, on any device."""
     flat_total, flat_error, flat_value = total.view(-1), error.view(-1), value.reshape(-1)

@@ -14,19 +14,22 @@ The next save, and the next start of a training with that output folder, finish 
 from __future__ import annotations
 
 import errno
+import functools
+import inspect
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil  # comes with accelerate
 
-from ..errors import EnvironmentProblem
+from ..errors import EnvironmentProblem, SeamError
 
 _INCOMPLETE, _REPLACED = "incomplete", "replaced"
-_LEFT_BEHIND = re.compile(rf"(?P<name>.+)\.(?P<kind>{_INCOMPLETE}|{_REPLACED})-(?P<pid>\d{1, 19})", re.DOTALL)
+_LEFT_BEHIND = re.compile(r"(?P<name>.+)\.(?P<kind>incomplete|replaced)-(?P<pid>\d{1,19})", re.DOTALL)
 
 # Weights of an older save, in one file or several: transformers would have overwritten or removed them.
 _WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
@@ -82,6 +85,36 @@ def whole_folder(destination: Path, say: Callable[[str], None] = _ignore) -> Ite
         _remove_replaced(destination, os.getpid())
     except OSError as error:
         say(f"could not remove the checkpoint that {destination.name} replaced: {error.strerror or error}")
+
+
+def saving_whole(save: Callable[..., Any], say: Callable[[str], None] = _ignore) -> Callable[..., Any]:
+    """Wraps a trainer's ``save_checkpoint`` so that its ``output_dir`` appears as a whole.
+
+    One process only: with several, all would have to be given the main one's folder.
+
+    Args:
+        save: takes ``accelerator`` and ``output_dir`` among its arguments.
+        say: see :func:`whole_folder`.
+    """
+    signature = inspect.signature(save)
+
+    @functools.wraps(save)
+    def save_checkpoint(*args: Any, **options: Any) -> Any:
+        call = signature.bind(*args, **options)
+        accelerator = call.arguments["accelerator"]
+        accelerator.wait_for_everyone()
+        with whole_folder(Path(call.arguments["output_dir"]), say) as folder:
+            call.arguments["output_dir"] = folder
+            result = save(*call.args, **call.kwargs)
+            if not folder.is_dir():
+                raise SeamError(
+                    "seam sft.py.save_checkpoint: it did not write into the output_dir that it was given. Upgrade "
+                    "moss_tts_patches, or train with MOSS_LOWMEM=0."
+                )
+        accelerator.wait_for_everyone()
+        return result
+
+    return save_checkpoint
 
 
 def finish_interrupted_saves(folder: Path, say: Callable[[str], None] = _ignore) -> None:

@@ -1,0 +1,147 @@
+"""What MOSS-TTS-Local v1.5 has patched: four names of its trainer, and one method of its backbone's attention.
+
+Facts about upstream in this file are from ``moss_tts_local_v1.5/`` at commit 58b20a0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import SeamError
+from .class_patches import RunHooks
+from .family import Seam
+
+ATTENTION_MASK = Seam("_causal_attention_mask", ("attention_mask", "query_length", "key_length", "device"))
+
+
+def patch_trainer(session: RunHooks) -> None:
+    """Rebinds what the trainer loads, checkpoints, computes and checks with; its ``main`` looks these names up."""
+    for name, wrap, reason in (
+        ("load_training_model", _checked_loader, "checks first, then shapes the model"),
+        ("configure_gradient_checkpointing", _layer_checkpointing, "backbone layers only, wrapped one by one"),
+        ("compute_supervised_loss", _chunked_loss, "the chunked loss"),
+        ("first_nonfinite_gradient", _seen_gradient, "gradients may be on the host, or spoilt by clipping"),
+    ):
+        upstream = getattr(session.trainer, name)
+        session.ledger.apply(session.trainer, name, functools.wraps(upstream)(wrap(session, upstream)), reason)
+
+
+def unwrap(model: Any) -> Any:
+    """The model inside what accelerate made of it."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
+
+
+def _checked_loader(session: RunHooks, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def load_training_model(*, accelerator: Any, model_path: str, model_dtype: Any, attn_implementation: str) -> Any:
+        model_class, config = _remote_class(model_path)
+        config.attn_implementation = attn_implementation
+        session.before_model_load(model_class, config)
+        model = upstream(
+            accelerator=accelerator,
+            model_path=model_path,
+            model_dtype=model_dtype,
+            attn_implementation=attn_implementation,
+        )
+        if session.corrects("depth_attention"):
+            _follow_attention_flag(session, model, attn_implementation)
+        if session.corrects("padded_attention_rows"):
+            attention = type(model.transformer.layers[0].self_attn)
+            mask = _mask_without_empty_rows(ATTENTION_MASK.find(attention, attention.__name__))
+            session.ledger.apply(attention, ATTENTION_MASK.name, mask, "no padded row without a key")
+        session.model_loaded(model)
+        return model
+
+    return load_training_model
+
+
+def _remote_class(model_path: str) -> tuple[Any, Any]:
+    """Resolves the model class that the checkpoint brings, and its config, as ``AutoModel`` will.
+
+    Raises:
+        SeamError: the checkpoint brings none.
+    """
+    from transformers import AutoConfig
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    config = AutoConfig.from_pretrained(model_path, trust_remote_code=True)
+    reference = (getattr(config, "auto_map", None) or {}).get("AutoModel")
+    if reference is None:
+        raise SeamError(
+            f"seam config.json.auto_map.AutoModel: not found in {model_path}. Expected a checkpoint of "
+            "MOSS-TTS-Local v1.5, which brings its own code; check MODEL_PATH, or train with MOSS_LOWMEM=0."
+        )
+    return get_class_from_dynamic_module(reference, model_path), config
+
+
+def _follow_attention_flag(session: RunHooks, model: Any, wanted: str) -> None:
+    """Has the depth model use the attention that the flag asked for, and leaves the stored config alone."""
+    depth = model.local_transformer
+    if depth.attn_implementation == wanted:
+        return
+    session.say_once(
+        f"correction=depth_attention depth={wanted} (the checkpoint's config says {depth.attn_implementation}; "
+        "upstream's --attn-implementation does not reach it)"
+    )
+    depth.attn_implementation = depth.config._attn_implementation = wanted
+    for block in depth.h:
+        block.attn.attn_implementation = wanted
+
+
+def _mask_without_empty_rows(upstream: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Lets every query attend to its own position.
+
+    A padded query has no key at all in upstream's mask, and CUDA's attention kernels turn such a row into NaN
+    gradients (OpenMOSS/MOSS-TTS#196). Its output is multiplied by zero afterwards; real queries see themselves anyway.
+    """
+
+    @functools.wraps(upstream)
+    def _causal_attention_mask(
+        self: Any, attention_mask: Any, query_length: int, key_length: int, device: torch.device
+    ) -> torch.Tensor:
+        mask = upstream(self, attention_mask, query_length, key_length, device)
+        if attention_mask is None:
+            return mask
+        queries = torch.arange(key_length - query_length, key_length, device=device)
+        return mask | (queries.unsqueeze(-1) == torch.arange(key_length, device=device))
+
+    return _causal_attention_mask
+
+
+def _layer_checkpointing(session: RunHooks, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def configure_gradient_checkpointing(model: Any, *, scope: str, use_reentrant: bool, impl: str) -> None:
+        if impl == "model_internal" and not session.corrects("wrapped_checkpointing"):
+            upstream(model, scope=scope, use_reentrant=use_reentrant, impl=impl)
+            return
+        if impl == "model_internal":
+            session.say_once(
+                "correction=wrapped_checkpointing backbone layers are wrapped one by one (upstream's model_internal "
+                "recomputes every layer as the last one: wrong gradients under an unchanged loss)"
+            )
+        session.enable_checkpointing()
+
+    return configure_gradient_checkpointing
+
+
+def _chunked_loss(session: RunHooks, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    session.remember_forward(upstream)
+
+    def compute_supervised_loss(model: Any, **batch: Any) -> torch.Tensor:
+        if unwrap(model) is not session.model:
+            return upstream(model, **batch)
+        return session.forward(model, batch).loss
+
+    return compute_supervised_loss
+
+
+def _seen_gradient(session: RunHooks, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    def first_nonfinite_gradient(model: Any) -> str | None:
+        # Found before clipping, which turns every gradient into nan where the norm is one.
+        return session.nonfinite_gradients[0] if session.nonfinite_gradients else upstream(model)
+
+    return first_nonfinite_gradient
