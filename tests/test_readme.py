@@ -70,6 +70,29 @@ def test_the_memory_table_is_what_was_measured(name):
     assert f"{long['upstream, checkpointing']:.1f}" in text_of(name)
 
 
+FAMILY_FIGURES = ("delay-8b", "delay-1.7b", "local-v1.5", "realtime-1.7b")
+FAMILY_COLUMNS = (
+    "upstream",
+    "upstream, checkpointing",
+    "staged, both on host",
+    "staged, both and idle weights on host",
+)
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_table_of_families_is_what_was_measured(name):
+    rows = [row for row in table_rows(text_of(name), r"\| moss_tts_") if len(row) == 5]
+    assert len(rows) == len(FAMILY_FIGURES)
+    for row, file in zip(rows, FAMILY_FIGURES):
+        measured = json.loads((ROOT / f"benchmarks/results/memory-{file}.json").read_text())["rows"]
+        peaks = {entry["name"]: entry["peak_bytes"] / GIB for entry in measured if entry["positions"] == 600}
+        for cell, column in zip(row[1:], FAMILY_COLUMNS):
+            if column in peaks:
+                assert cell == f"{peaks[column]:.1f} GiB", (file, column)
+            else:
+                assert "GiB" not in cell
+
+
 def test_both_languages_show_the_same_commands_and_pictures():
     def parts(text):
         blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
