@@ -179,6 +179,7 @@ def first_step(contender: Contender, weights: list[torch.Tensor], gradients: lis
 def compare(device: torch.device, shape: list[int], copies: int, steps: int, seed: int) -> list[Contender]:
     """Steps every optimizer ``steps`` times, each step by all of them in turn."""
     generator = torch.Generator(device).manual_seed(seed)
+    torch.manual_seed(seed)  # torchao rounds by the global generator
     shapes = [size for _ in range(copies) for size in (shape, shape[-1:])]
 
     def random(size: list[int], deviation: float) -> torch.Tensor:
