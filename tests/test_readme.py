@@ -108,6 +108,6 @@ def test_both_languages_show_the_same_commands_and_pictures():
 def test_files_that_are_named_exist(name):
     for path in re.findall(r"\]\(([^)#:]+)\)", text_of(name)):
         assert (ROOT / path).exists(), path
-    for path in ("benchmarks/memory.py", "run_train_lowmem.sh", "tests/run.sh", "moss_tts_patches/families"):
+    for path in ("benchmarks/memory.py", "run_train_lowmem.sh", "tests/run.sh"):
         assert path in text_of(name)
         assert (ROOT / path).exists()
