@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from . import __version__
-from .errors import EnvironmentProblem, LowMemError, NumericsError, SeamError, SettingsError
+from .errors import EnvironmentProblem, NumericsError, SeamError, SettingsError, ending_the_run
 from .families.family import Family, TrainingContext, supervised_positions
 from .families.self_check import check_against_upstream
 from .ledger import Ledger
@@ -75,6 +75,7 @@ class Session:
         _refuse_half_precision_without_bf16(getattr(namespace, "mixed_precision", "no"))
         return namespace
 
+    @ending_the_run()
     def accelerator_created(self, accelerator: Any) -> None:
         """Checks the engine; the first thing that main() does after its arguments."""
         if accelerator.num_processes > 1 or accelerator.distributed_type not in (
@@ -82,29 +83,26 @@ class Session:
             DistributedType.MULTI_GPU,
             DistributedType.MULTI_CPU,
         ):
-            raise _stop(
-                EnvironmentProblem(
-                    f"engine: {accelerator.num_processes} process(es) under {accelerator.distributed_type}. This "
-                    "version of the layer trains in one process on one GPU. Start one process without an engine "
-                    "(unset ACCELERATE_CONFIG_FILE, and MOSS_LOWMEM_ENGINE if it says keep), or set MOSS_LOWMEM=0."
-                )
+            raise EnvironmentProblem(
+                f"engine: {accelerator.num_processes} process(es) under {accelerator.distributed_type}. This version "
+                "of the layer trains in one process on one GPU. Start one process without an engine (unset "
+                "ACCELERATE_CONFIG_FILE, and MOSS_LOWMEM_ENGINE if it says keep), or set MOSS_LOWMEM=0."
             )
         self.accelerator = accelerator
         if accelerator.is_main_process:
             finish_interrupted_saves(self._output_folder, log)
         self.engine_options = EngineOptions(schedule=self.schedule, chunk_frames=self.settings.chunk_frames)
 
+    @ending_the_run()
     def before_model_load(self, model_class: Any, config: Any) -> None:
         """Checks upstream's structure and mathematics while nothing expensive has happened."""
-        try:
-            self.family.check_class(model_class)
-            with torch.device("meta"), torch.random.fork_rng(devices=[]):
-                self.family.check_structure(model_class(config))
-            if self.settings.checks_itself:
-                check_against_upstream(self.family, model_class, config, self._upstream_forward, self.engine_options)
-        except SeamError as error:
-            raise _stop(error) from None
+        self.family.check_class(model_class)
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            self.family.check_structure(model_class(config))
+        if self.settings.checks_itself:
+            check_against_upstream(self.family, model_class, config, self._upstream_forward, self.engine_options)
 
+    @ending_the_run()
     def model_loaded(self, model: Any) -> None:
         """Shapes the model for training; it still stands in host memory."""
         self.model = model
@@ -139,12 +137,10 @@ class Session:
         if self.schedule == "autograd" or not self._checkpointed_layers:
             if self.settings.weights == "auto":
                 return nullcontext
-            raise _stop(
-                SettingsError(
-                    f"MOSS_LOWMEM_WEIGHTS=host with schedule {self.schedule} and {self._checkpointed_layers} "
-                    "checkpointed layers: weights can only be away while no graph holds them. Expected schedule fused "
-                    "or staged, and MOSS_LOWMEM_CHECKPOINTING=1."
-                )
+            raise SettingsError(
+                f"MOSS_LOWMEM_WEIGHTS=host with schedule {self.schedule} and {self._checkpointed_layers} checkpointed "
+                "layers: weights can only be away while no graph holds them. Expected schedule fused or staged, and "
+                "MOSS_LOWMEM_CHECKPOINTING=1."
             )
         self.parking = WeightParking(layer_parameters(self.family.backbone(self.model)))
         return self.parking.away
@@ -287,11 +283,6 @@ class Session:
 
 def _shortened(names: list[str]) -> str:
     return ",".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-
-
-def _stop(error: LowMemError) -> SystemExit:
-    """Ends the process with the error's one message: nothing has started, a traceback would only hide it."""
-    return SystemExit(f"[lowmem] error: {error}")
 
 
 def _refuse_half_precision_without_bf16(mixed_precision: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from moss_tts_patches import session as session_module
-from moss_tts_patches.errors import EnvironmentProblem
+from moss_tts_patches.errors import EnvironmentProblem, SettingsError
 from moss_tts_patches.families.local import LocalFamily
 from moss_tts_patches.memory.card import StorePlacement, StoreSizes, choose_placement
 from moss_tts_patches.optim.gradients import DeviceGradients
@@ -106,3 +106,18 @@ def test_a_nonfinite_gradient_is_named_before_clipping(monkeypatch):
     parameters[1].grad = torch.ones(2)
     session.clip_gradients(parameters, 1.0, 2.0)
     assert len(lines) == 1
+
+
+@pytest.mark.parametrize("schedule,layers", [("autograd", 3), ("staged", 0)])
+def test_idle_weights_on_the_host_need_checkpointed_layers_and_a_direct_schedule(monkeypatch, schedule, layers):
+    monkeypatch.setenv("MOSS_LOWMEM_SCHEDULE", schedule)
+    monkeypatch.setenv("MOSS_LOWMEM_WEIGHTS", "host")
+    session = make_session()
+    session.placement, session._checkpointed_layers = StorePlacement("host", "host", "host"), layers
+    with pytest.raises(SettingsError, match="Expected schedule fused or staged, and MOSS_LOWMEM_CHECKPOINTING=1"):
+        session._weights_away()
+    monkeypatch.setenv("MOSS_LOWMEM_WEIGHTS", "auto")  # then it is our choice to make, and not to make
+    session = make_session()
+    session.placement, session._checkpointed_layers = StorePlacement("host", "host", "host"), layers
+    with session._weights_away()():
+        pass
