@@ -16,7 +16,7 @@ from torch import nn
 
 from ..loss.embedding import summed_embeddings
 from ..loss.problem import IGNORE_INDEX, Channel, FrameLoss
-from .family import Family, LossOutput, Seam, TrainingContext, check_parts
+from .family import Family, LossOutput, Seam, TrainingContext, check_parts, shrink_qwen3
 
 # The backbones of the two released sizes, as the model cards of Qwen3-8B and Qwen3-1.7B say.
 _SIZES: dict[str, dict[str, int]] = {
@@ -165,17 +165,9 @@ class DelayFamily(Family):
 
     def shrunken_config(self, config: Any) -> Any:
         small = copy.deepcopy(config)
-        small.hidden_size = small.language_config.hidden_size = 32
-        small.vocab_size = small.language_config.vocab_size = 61
+        shrink_qwen3(small.language_config)
+        small.hidden_size, small.vocab_size = small.language_config.hidden_size, small.language_config.vocab_size
         small.n_vq, small.audio_vocab_size, small.audio_pad_code, small.pad_token_id = 3, 11, 11, 0
-        small.language_config.intermediate_size = 48
-        small.language_config.num_hidden_layers = 2
-        small.language_config.num_attention_heads = 4
-        small.language_config.num_key_value_heads = 2
-        small.language_config.head_dim = 8
-        small.language_config.pad_token_id = 0
-        if getattr(small.language_config, "layer_types", None):
-            small.language_config.layer_types = small.language_config.layer_types[:2]
         return small
 
     def sample_batch(self, config: Any, generator: torch.Generator) -> dict[str, Any]:

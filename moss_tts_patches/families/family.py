@@ -236,6 +236,16 @@ def check_parts(family: str, model: nn.Module, expected: Mapping[str, int | None
             )
 
 
+def shrink_qwen3(config: Any) -> None:
+    """Makes a Qwen3 backbone's config small enough for the self check, grouped attention kept; no dropout."""
+    config.vocab_size, config.pad_token_id = 61, 0
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers = 32, 48, 2
+    config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 8
+    config.attention_dropout = 0.0
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+
+
 def supervised_positions(labels: torch.Tensor, ignore_index: int) -> LabelSummary:
     """Finds the positions with a label in any channel; labels ``[batch, positions, channels]``.
 

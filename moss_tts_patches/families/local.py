@@ -15,7 +15,7 @@ from torch import nn
 
 from ..loss.embedding import summed_embeddings
 from ..loss.problem import IGNORE_INDEX, Channel, FrameLoss, Lookup, Stage
-from .family import Family, LossOutput, Seam, TrainingContext, check_parts
+from .family import Family, LossOutput, Seam, TrainingContext, check_parts, shrink_qwen3
 
 
 class LocalFamily(Family):
@@ -194,17 +194,9 @@ class LocalFamily(Family):
 
     def shrunken_config(self, config: Any) -> Any:
         small = copy.deepcopy(config)
-        small.hidden_size = small.language_config.hidden_size = 32
-        small.vocab_size = small.language_config.vocab_size = 61
+        shrink_qwen3(small.language_config)
+        small.hidden_size, small.vocab_size = small.language_config.hidden_size, small.language_config.vocab_size
         small.n_vq, small.audio_vocab_size, small.audio_pad_code, small.pad_token_id = 3, 11, 11, 0
-        small.language_config.intermediate_size = 48
-        small.language_config.num_hidden_layers = 2
-        small.language_config.num_attention_heads = 4
-        small.language_config.num_key_value_heads = 2
-        small.language_config.head_dim = 8
-        small.language_config.pad_token_id = 0
-        if getattr(small.language_config, "layer_types", None):
-            small.language_config.layer_types = small.language_config.layer_types[:2]
         small.additional_mlp_ffn_hidden_size, small.local_ffn_hidden_size = 24, 40
         small.local_hidden_size, small.local_num_layers = 24, 2
         return small

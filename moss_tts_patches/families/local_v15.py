@@ -21,7 +21,7 @@ from ..errors import NumericsError
 from ..loss.embedding import summed_embeddings
 from ..loss.problem import IGNORE_INDEX, Channel, FrameLoss, Lookup, Stage
 from .class_patches import RunHooks
-from .family import Family, LossOutput, Seam, TrainingContext, check_parts
+from .family import Family, LossOutput, Seam, TrainingContext, check_parts, shrink_qwen3
 from .local_v15_patches import ATTENTION_MASK, patch_trainer, unwrap
 
 _BATCH = ("input_ids", "attention_mask", "labels", "channelwise_loss_weight")
@@ -223,18 +223,15 @@ class LocalV15Family(Family):
 
     def shrunken_config(self, config: Any) -> Any:
         small = copy.deepcopy(config)
-        small.hidden_size = small.local_hidden_size = small.qwen3_config.hidden_size = small.gpt2_config.n_embd = 32
-        small.vocab_size = small.qwen3_config.vocab_size = small.gpt2_config.vocab_size = 61
+        backbone = small.qwen3_config
+        shrink_qwen3(backbone)
+        small.hidden_size = small.local_hidden_size = small.gpt2_config.n_embd = backbone.hidden_size
+        small.vocab_size = small.gpt2_config.vocab_size = backbone.vocab_size
         small.n_vq, small.audio_vocab_size, small.audio_codebook_sizes = 3, 11, [11, 11, 11]
         small.audio_pad_token_id = small.audio_pad_code = 11
         small.pad_token_id, small.audio_assistant_slot_token_id, small.audio_end_token_id = 0, 7, 8
         # Flash attention needs a GPU, and both others give the same numbers.
         small.attn_implementation = small.local_transformer_attn_implementation = "eager"
-        backbone = small.qwen3_config
-        backbone.intermediate_size, backbone.num_hidden_layers, backbone.head_dim = 48, 2, 8
-        backbone.num_attention_heads, backbone.num_key_value_heads, backbone.attention_dropout = 4, 2, 0.0
-        if getattr(backbone, "layer_types", None):
-            backbone.layer_types = backbone.layer_types[:2]
         small.local_transformer_layers = 2
         for name, value in {"n_head": 4, "n_inner": 40, **_NO_DROPOUT}.items():
             setattr(small.gpt2_config, name, value)

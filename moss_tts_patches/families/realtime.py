@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import NumericsError
 from ..loss.embedding import summed_embeddings
 from ..loss.problem import IGNORE_INDEX, Channel, FrameLoss, Lookup, Stage
-from .family import Family, LossOutput, Seam, TrainingContext, check_parts
+from .family import Family, LossOutput, Seam, TrainingContext, check_parts, shrink_qwen3
 
 
 class RealtimeFamily(Family):
@@ -168,13 +168,9 @@ class RealtimeFamily(Family):
     def shrunken_config(self, config: Any) -> Any:
         small = copy.deepcopy(config)
         small.rvq, small.audio_pad_token, small.audio_vocab_size = 3, 10, 13
-        language, local = small.language_config, small.local_config
-        language.vocab_size, language.pad_token_id = 61, 0
-        for part, layers in ((language, 2), (local, 2)):
-            part.hidden_size, part.intermediate_size, part.num_hidden_layers = 32, 48, layers
-            part.num_attention_heads, part.num_key_value_heads, part.head_dim = 4, 2, 8
-        if getattr(language, "layer_types", None):
-            language.layer_types = language.layer_types[:2]
+        shrink_qwen3(small.language_config)
+        local = small.local_config
+        shrink_qwen3(local)
         local.rvq, local.audio_pad_token, local.audio_vocab_size, local.pad_token_id = 3, 10, 13, 10
         return small
 
