@@ -167,14 +167,18 @@ def exact_run_fixture(train: Callable[..., Run], tmp_path_factory: Any) -> Calla
 
 
 @pytest.fixture(scope="module", name="upstream_classes")
-def upstream_classes_fixture(request: pytest.FixtureRequest, upstream_repo: Path) -> Iterator[tuple[Any, Any]]:
+def upstream_classes_fixture(
+    request: pytest.FixtureRequest, upstream_repo: Path, torchaudio_stub: Path
+) -> Iterator[tuple[Any, Any]]:
     """Upstream's model and config classes, in this process."""
-    yield from importable_classes(upstream_repo, getattr(request.module, "FAMILY", "moss_tts_local"))
+    family = getattr(request.module, "FAMILY", "moss_tts_local")
+    yield from importable_classes(upstream_repo, family, torchaudio_stub)
 
 
-def importable_classes(upstream_repo: Path, family: str) -> Iterator[tuple[Any, Any]]:
-    """Yields a family's model and config classes while the checkout is on the path."""
-    sys.path.insert(0, str(upstream_repo))
+def importable_classes(upstream_repo: Path, family: str, torchaudio_stub: Path) -> Iterator[tuple[Any, Any]]:
+    """Yields a family's model and config classes while the checkout, and a torchaudio, are on the path."""
+    added = [str(upstream_repo), str(torchaudio_stub)]
+    sys.path[:0] = added
     sys.dont_write_bytecode = True
     model_module, model_class, config_module, config_class = CLASSES[family]
     try:
@@ -183,7 +187,8 @@ def importable_classes(upstream_repo: Path, family: str) -> Iterator[tuple[Any, 
             getattr(importlib.import_module(config_module), config_class),
         )
     finally:
-        sys.path.remove(str(upstream_repo))
+        for folder in added:
+            sys.path.remove(folder)
 
 
 def upstream_variables(torchaudio_stub: Path, modules_cache: Path) -> dict[str, str]:
