@@ -16,7 +16,7 @@ from torch import nn
 
 from ..loss.embedding import summed_embeddings
 from ..loss.problem import IGNORE_INDEX, Channel, FrameLoss
-from .family import Family, LossOutput, Seam, TrainingContext, check_parts, shrink_qwen3
+from .family import TRAINER_SEAMS, Family, LossOutput, Seam, TrainingContext, check_parts, shrink_qwen3
 
 # The backbones of the two released sizes, as the model cards of Qwen3-8B and Qwen3-1.7B say.
 _SIZES: dict[str, dict[str, int]] = {
@@ -40,13 +40,7 @@ class DelayFamily(Family):
 
     name: ClassVar[str] = "moss_tts_delay"
     trainer_seams: ClassVar[tuple[Seam, ...]] = (
-        Seam("main"),
-        Seam("parse_args"),
-        Seam("save_checkpoint", ("accelerator", "model", "model_path", "codec_path", "output_dir", "train_args")),
-        Seam("Accelerator"),
-        Seam("AdamW"),
-        Seam("DataLoader"),
-        Seam("get_scheduler"),
+        *TRAINER_SEAMS,
         Seam("MossTTSDelayModel"),
     )
     class_seams: ClassVar[tuple[Seam, ...]] = (

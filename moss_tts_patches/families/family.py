@@ -58,6 +58,18 @@ class Seam:
             )
 
 
+#: What the layer holds on to in every trainer whose ``main()`` loads a model class by name.
+TRAINER_SEAMS = (
+    Seam("main"),
+    Seam("parse_args"),
+    Seam("save_checkpoint", ("accelerator", "model", "model_path", "codec_path", "output_dir", "train_args")),
+    Seam("Accelerator"),
+    Seam("AdamW"),
+    Seam("DataLoader"),
+    Seam("get_scheduler"),
+)
+
+
 @dataclass
 class LossOutput(ModelOutput):
     """All that upstream's training loops read of a forward pass."""

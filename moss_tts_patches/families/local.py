@@ -15,7 +15,7 @@ from torch import nn
 
 from ..loss.embedding import summed_embeddings
 from ..loss.problem import IGNORE_INDEX, Channel, FrameLoss, Lookup, Stage
-from .family import Family, LossOutput, Seam, TrainingContext, check_parts, shrink_qwen3
+from .family import TRAINER_SEAMS, Family, LossOutput, Seam, TrainingContext, check_parts, shrink_qwen3
 
 
 class LocalFamily(Family):
@@ -23,13 +23,7 @@ class LocalFamily(Family):
 
     name: ClassVar[str] = "moss_tts_local"
     trainer_seams: ClassVar[tuple[Seam, ...]] = (
-        Seam("main"),
-        Seam("parse_args"),
-        Seam("save_checkpoint", ("accelerator", "model", "model_path", "codec_path", "output_dir", "train_args")),
-        Seam("Accelerator"),
-        Seam("AdamW"),
-        Seam("DataLoader"),
-        Seam("get_scheduler"),
+        *TRAINER_SEAMS,
         Seam("MossTTSDelayModel"),
     )
     class_seams: ClassVar[tuple[Seam, ...]] = (
@@ -86,7 +80,7 @@ class LocalFamily(Family):
         weights = batch.get("channelwise_loss_weight")
         problem = self.frame_loss(model, frame_labels, model.weights if weights is None else weights)
         loss, _ = context.engine.loss(problem, rows, context.loss_scale())
-        context.expected_contributions = self._expected_contributions(model, problem, summary.positions, context)
+        context.expected_contributions = self._expected_contributions(model, problem, context)
         return LossOutput(loss=self._with_empty_channels(loss, summary.empty_channels, context))
 
     def _backbone_hidden(self, model: Any, batch: dict[str, Any], context: TrainingContext) -> torch.Tensor:
@@ -147,9 +141,7 @@ class LocalFamily(Family):
         )
 
     @staticmethod
-    def _expected_contributions(
-        model: Any, problem: FrameLoss, positions: torch.Tensor, context: TrainingContext
-    ) -> dict[nn.Parameter, int]:
+    def _expected_contributions(model: Any, problem: FrameLoss, context: TrainingContext) -> dict[nn.Parameter, int]:
         """Tables are read by the backbone and, all but the last, by the depth model: one contribution each."""
         expected = context.engine.expected_contributions(problem)
         if not context.direct:

@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import NumericsError
 from ..loss.embedding import summed_embeddings
 from ..loss.problem import IGNORE_INDEX, Channel, FrameLoss, Lookup, Stage
-from .family import Family, LossOutput, Seam, TrainingContext, check_parts, shrink_qwen3
+from .family import TRAINER_SEAMS, Family, LossOutput, Seam, TrainingContext, check_parts, shrink_qwen3
 
 
 class RealtimeFamily(Family):
@@ -26,13 +26,7 @@ class RealtimeFamily(Family):
 
     name: ClassVar[str] = "moss_tts_realtime"
     trainer_seams: ClassVar[tuple[Seam, ...]] = (
-        Seam("main"),
-        Seam("parse_args"),
-        Seam("save_checkpoint", ("accelerator", "model", "model_path", "codec_path", "output_dir", "train_args")),
-        Seam("Accelerator"),
-        Seam("AdamW"),
-        Seam("DataLoader"),
-        Seam("get_scheduler"),
+        *TRAINER_SEAMS,
         Seam("MossTTSRealtime"),
     )
     class_seams: ClassVar[tuple[Seam, ...]] = (
