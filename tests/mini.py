@@ -6,7 +6,11 @@ upstream checkout's ``moss_tts_local``.
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -31,6 +35,9 @@ ARGUMENTS = (
 SECONDS_ALLOWED = 300  # a run takes 5 s on an idle machine; a hung one must not hold the suite for long
 
 
+FAMILIES = ("moss_tts_local", "moss_tts_delay", "moss_tts_local_v1.5", "moss_tts_realtime")
+
+
 @dataclass(frozen=True)
 class MiniRun:
     """A finished training: exit status, standard output and error together, and where it saved."""
@@ -48,10 +55,22 @@ class MiniRun:
         return [step.loss for step in self.steps]
 
     def checkpoint(self, epoch: int = 0) -> Path:
-        return self.folder / f"checkpoint-epoch-{epoch}"
+        """The checkpoint of an epoch; moss_tts_local_v1.5 counts them from 1, and then there is no 0."""
+        folder = self.folder / f"checkpoint-epoch-{epoch}"
+        return folder if epoch or folder.exists() else self.folder / "checkpoint-last"
 
     def weights(self, epoch: int = 0) -> dict[str, torch.Tensor]:
         return load_file(self.checkpoint(epoch) / "model.safetensors")
+
+    def files(self) -> dict[str, bytes]:
+        """Contents of everything saved, by path; the output folder's name and the time of saving are taken out."""
+        return {
+            str(path.relative_to(self.folder)): re.sub(
+                rb'"saved_at": "[^"]*"', b"", path.read_bytes().replace(str(self.folder).encode(), b"OUTPUT")
+            )
+            for path in self.folder.rglob("*")
+            if path.is_file()
+        }
 
 
 def make_mini_inputs(folder: Path, **options: Any) -> Path:
@@ -78,6 +97,12 @@ def clean_environment(**variables: str) -> dict[str, str]:
     }
 
 
+def command_line(inputs: Path, output: Path, *arguments: str) -> list[str]:
+    """Arguments of a trainer's sft.py."""
+    data = ["--model-path", str(inputs), "--train-jsonl", str(inputs / "train.jsonl"), "--output-dir", str(output)]
+    return [*data, *ARGUMENTS.split(), *arguments]
+
+
 def run_mini(
     inputs: Path,
     output: Path,
@@ -86,8 +111,9 @@ def run_mini(
     environment: Mapping[str, str] | None = None,
     check: bool = True,
     trainer: Path = MINI,
+    family: str = FAMILIES[0],
 ) -> MiniRun:
-    """Trains the miniature on ``inputs`` and saves below ``output``.
+    """Trains the miniature on ``inputs`` and saves below ``output``, in a process that starts from nothing.
 
     Args:
         arguments: for sft.py, after :data:`ARGUMENTS` (a flag given twice counts the second time).
@@ -95,17 +121,15 @@ def run_mini(
         environment: variables on top of :func:`clean_environment`, such as the layer's own.
         check: fail the test, showing the output, if the training does not end with status 0.
         trainer: root of the miniature, or of a changed copy of it.
+        family: whose trainer; ``inputs`` must be made for it.
     """
-    all_arguments = [*ARGUMENTS.split(), *arguments]
-    data = inputs / "train.jsonl"
     variables = dict(environment or {})
     if launcher:
-        command = ["bash", "moss_tts_local/finetuning/run_train.sh"]
-        variables |= {"SKIP_PREPARE": "1", "MODEL_PATH": str(inputs), "TRAIN_JSONL": str(data)}
-        variables |= {"OUTPUT_DIR": str(output), "TRAIN_EXTRA_ARGS_STR": " ".join(all_arguments)}
+        command = ["bash", f"{family}/finetuning/run_train.sh"]
+        variables |= {"SKIP_PREPARE": "1", "MODEL_PATH": str(inputs), "TRAIN_JSONL": str(inputs / "train.jsonl")}
+        variables |= {"OUTPUT_DIR": str(output), "TRAIN_EXTRA_ARGS_STR": " ".join([ARGUMENTS, *arguments])}
     else:
-        command = [sys.executable, "moss_tts_local/finetuning/sft.py", "--model-path", str(inputs)]
-        command += ["--train-jsonl", str(data), "--output-dir", str(output), *all_arguments]
+        command = [sys.executable, f"{family}/finetuning/sft.py", *command_line(inputs, output, *arguments)]
     done = subprocess.run(
         command,
         cwd=trainer,
@@ -118,3 +142,60 @@ def run_mini(
     if check and done.returncode != 0:
         raise AssertionError(f"{' '.join(command)} ended with status {done.returncode}:\n{done.stdout[-4000:]}")
     return MiniRun(done.returncode, done.stdout, output)
+
+
+class MiniServer:
+    """Trains the miniature in processes that need not load torch first: 1 s for a training instead of 5.
+
+    See ``mini_server.py``. Use it as a context manager.
+    """
+
+    def __enter__(self) -> MiniServer:
+        script = Path(__file__).with_name("mini_server.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(script)],
+            env=clean_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            start_new_session=True,  # so that one signal reaches a hung trainer too
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._process as process:  # closes its input, which ends it, and waits
+            process.communicate()
+
+    def run(
+        self,
+        family: str,
+        inputs: Path,
+        output: Path,
+        *arguments: str,
+        environment: Mapping[str, str] | None = None,
+        check: bool = True,
+        trainer: Path = MINI,
+    ) -> MiniRun:
+        """Does what :func:`run_mini` does."""
+        log = output.with_suffix(".log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+        request = {
+            "script": f"{family}/finetuning/sft.py",
+            "arguments": command_line(inputs, output, *arguments),
+            "environment": dict(environment or {}),
+            "folder": str(trainer),
+            "log": str(log),
+        }
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        if not select.select([self._process.stdout], [], [], SECONDS_ALLOWED)[0]:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        answer = self._process.stdout.readline()
+        assert answer, f"no answer about {family}; what it printed last:\n{log.read_text(encoding='utf-8')[-4000:]}"
+        status = int(answer)
+        text = log.read_text(encoding="utf-8")
+        if check and status != 0:
+            raise AssertionError(f"{family} {' '.join(arguments)} ended with status {status}:\n{text[-4000:]}")
+        return MiniRun(status, text, output)

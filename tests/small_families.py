@@ -1,127 +1,102 @@
-"""Small models of our own with the parts and the loss rules of the delay and realtime families, in plain torch.
-
-The real classes are in the checkout that ``MOSS_TTS_REPO`` names (``test_upstream_delay.py``,
-``test_upstream_realtime.py``); these need none, so that the offline suite covers the same rules.
-"""
+"""The miniature's models of the three families beside moss_tts_local, shrunk as the layer's self check shrinks them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import SimpleNamespace
+import contextlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
-from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
+from mini import MINI
+from mini_moss_tts.demo_models import family_classes
+from small_models import autocast_to
 
-from moss_tts_patches.families.family import LossOutput
-
-IGNORE_INDEX = -100
-# Any size will do: the family shrinks it.
-LANGUAGE = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8}
+from moss_tts_patches.families.delay import DelayFamily
+from moss_tts_patches.families.family import Family
+from moss_tts_patches.families.local_v15 import LocalV15Family
+from moss_tts_patches.families.realtime import RealtimeFamily
 
 
-class SmallConfig(SimpleNamespace):
-    """The fields that the two families read."""
-
-    def __init__(self, language_config: dict[str, Any] | None = None) -> None:
-        language = Qwen3Config(**(language_config or LANGUAGE))
-        local = Qwen3Config(**LANGUAGE)
-        super().__init__(language_config=language, local_config=local, vocab_size=61, hidden_size=32)
+def _loss_of_output(model: Any, **batch: Any) -> torch.Tensor:
+    return model(**batch).loss
 
 
-class SmallModel(nn.Module):
-    """What every class of upstream offers to a trainer."""
-
-    @classmethod
-    def from_pretrained(cls, *arguments: Any, **options: Any) -> Any:
-        """A seam; nothing is loaded here."""
-        raise NotImplementedError
-
-    def gradient_checkpointing_enable(self) -> None:
-        """A seam."""
-        raise NotImplementedError
+def _loss_of_trainer() -> Callable[..., torch.Tensor]:
+    """Returns v1.5's loss, which its trainer imports from the file beside it."""
+    path = MINI / "moss_tts_local_v1.5" / "finetuning" / "supervision.py"
+    spec = importlib.util.spec_from_file_location("mini_v15_supervision", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.compute_supervised_loss
 
 
-class SmallDelay(SmallModel):
-    """One head per channel on the backbone's output; the last entry of an audio head is masked."""
+@dataclass(frozen=True)
+class SmallFamily:
+    """A family of the layer, and its miniature.
 
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
-        width, codes = config.language_config.hidden_size, config.audio_vocab_size + 1
-        self.language_model = Qwen3Model(config.language_config)
-        self.emb_ext = nn.ModuleList(nn.Embedding(codes, width) for _ in range(config.n_vq))
-        sizes = [config.language_config.vocab_size] + [codes] * config.n_vq
-        self.lm_heads = nn.ModuleList(nn.Linear(width, size, bias=False) for size in sizes)
+    Attributes:
+        loss: the trainer's own, of a model and a batch.
+        upstream_forward: what the layer remembers of the trainer before it patches it.
+        size: a released size.
+    """
 
-    def _compute_input_embeddings(self, input_ids: torch.Tensor) -> torch.Tensor:
-        tables = [self.language_model.embed_tokens, *self.emb_ext]
-        return sum(table(ids) for table, ids in zip(tables, input_ids.unbind(-1)))
+    family: Family
+    model_class: Any
+    config_class: Any
+    loss: Callable[..., torch.Tensor]
+    upstream_forward: Callable[..., Any]
+    size: str
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        labels: torch.Tensor,
-        channelwise_loss_weight: Sequence[float] | None = None,
-    ) -> LossOutput:
-        embeddings = self._compute_input_embeddings(input_ids)
-        hidden = self.language_model(inputs_embeds=embeddings, attention_mask=attention_mask).last_hidden_state
-        pairs = zip(self.lm_heads, labels.unbind(-1))
-        sums = torch.stack(
-            [self.summed(head(hidden), targets, audio=index > 0) for index, (head, targets) in enumerate(pairs)]
-        )
-        counts = (labels != IGNORE_INDEX).sum(dim=(0, 1))
-        if channelwise_loss_weight is None:
-            return LossOutput(loss=sums.sum() / counts.sum())
-        weights = torch.tensor(channelwise_loss_weight)
-        return LossOutput(loss=(weights * sums / counts.clamp(min=1)).sum() / weights.sum())
-
-    @staticmethod
-    def summed(logits: torch.Tensor, targets: torch.Tensor, *, audio: bool) -> torch.Tensor:
-        if audio:
-            logits = logits[..., :-1]
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-
-
-class SmallRealtime(SmallModel):
-    """A depth transformer with embeddings of its own, on the hidden state before each labelled position."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
-        width, codes, pad = config.language_config.hidden_size, config.audio_vocab_size, config.audio_pad_token
-        tables = [nn.Embedding(config.language_config.vocab_size, width, config.language_config.pad_token_id)]
-        tables += [nn.Embedding(codes, width, pad) for _ in range(config.rvq)]
-        self.embed_tokens = nn.ModuleList(tables)
-        self.language_model = Qwen3Model(config.language_config)
-        self.local_transformer = nn.Module()
-        self.local_transformer.model = Qwen3Model(config.local_config)
-        self.local_transformer.model.embed_tokens = nn.ModuleList(
-            nn.Embedding(codes, width, pad) for _ in range(config.rvq - 1)
-        )
+    def model(self) -> Any:
+        """A fresh model in training mode, frozen as the trainer freezes it."""
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = self.model_class(self.family.shrunken_config(self.config_class())).train()
         with torch.no_grad():
-            for table in self.local_transformer.model.embed_tokens:
-                table.weight[pad] = 0.1  # a trained pad code is no zero vector
-        self.local_transformer.local_lm_heads = nn.ModuleList(
-            nn.Linear(width, codes, bias=False) for _ in range(config.rvq)
-        )
+            for parameter in model.parameters():
+                if parameter.ndim == 1:  # norms stand at exactly 1, where a forgotten one would not show
+                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+            if self.family.name == "moss_tts_realtime":
+                for table in model.local_transformer.model.embed_tokens:
+                    table.weight[model.config.audio_pad_token] = 0.1  # a trained pad code is no zero vector
+        for parent, attribute in self.family.unread_embeddings(model):
+            getattr(parent, attribute).weight.requires_grad_(False)
+        return model
 
-    def get_input_embeddings(self, input_ids: torch.Tensor) -> torch.Tensor:
-        return sum(table(ids) for table, ids in zip(self.embed_tokens, input_ids.unbind(-1)))
+    def batch(self, seed: int = 1) -> dict[str, Any]:
+        """Two records with a prompt and padding, as the trainer would pass them."""
+        config = self.family.shrunken_config(self.config_class())
+        return self.family.sample_batch(config, torch.Generator().manual_seed(seed))
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor) -> LossOutput:
-        embeddings = self.get_input_embeddings(input_ids)
-        hidden = self.language_model(inputs_embeds=embeddings, attention_mask=attention_mask).last_hidden_state
-        codes = labels[..., 1:]
-        record, position = (codes != IGNORE_INDEX).any(dim=-1).nonzero(as_tuple=True)
-        before, codes = hidden[record, (position - 1).clamp(min=0)], codes[record, position]
-        depth = self.local_transformer
-        read = codes.masked_fill(codes == IGNORE_INDEX, self.config.audio_pad_token)
-        inputs = [before] + [table(ids) for table, ids in zip(depth.model.embed_tokens, read.unbind(-1))]
-        outputs = depth.model(inputs_embeds=torch.stack(inputs, dim=1)).last_hidden_state
-        logits = torch.stack([head(outputs[:, index]) for index, head in enumerate(depth.local_lm_heads)], dim=1)
-        return LossOutput(loss=F.cross_entropy(logits.flatten(0, 1), codes.flatten(), ignore_index=IGNORE_INDEX))
+    def train_reference(
+        self, model: Any, batches: Sequence[dict[str, Any]], autocast: torch.dtype | None = None
+    ) -> list[float]:
+        """The trainer's own loss and autograd on the batches; returns the losses."""
+        losses = []
+        for batch in batches:
+            with autocast_to(autocast) if autocast else contextlib.nullcontext():
+                loss = self.loss(model, **batch)
+            loss.float().backward()
+            losses.append(loss.item())
+        return losses
+
+
+def _named_class(family: Family, size: str) -> SmallFamily:
+    model_class, config_class = family_classes(family.name)
+    return SmallFamily(family, model_class, config_class, _loss_of_output, model_class.forward, size)
+
+
+def _v15() -> SmallFamily:
+    model_class, config_class = family_classes("moss_tts_local_v1.5")
+    loss = _loss_of_trainer()
+    return SmallFamily(LocalV15Family(), model_class, config_class, loss, loss, "4b")
+
+
+SMALL = {
+    "moss_tts_delay": _named_class(DelayFamily(), "1.7b"),
+    "moss_tts_realtime": _named_class(RealtimeFamily(), "1.7b"),
+    "moss_tts_local_v1.5": _v15(),
+}

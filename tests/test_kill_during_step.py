@@ -45,7 +45,7 @@ def rehearsing_trainer(folder: Path) -> Path:
     text = script.read_text()
     changes = {
         "    clock = StepClock(": "    output_root = rehearsal.rehearse(optimizer, output_root)\n",
-        "    accelerator.wait_for_everyone()\n\n\ndef write_json": "    rehearsal.save_slowly(output_dir)\n",
+        "    accelerator.wait_for_everyone()\n\n\ndef main": "    rehearsal.save_slowly(output_dir)\n",
         '    say(accelerator, f"Finished training:': "    rehearsal.finished()\n",
     }
     for before, inserted in changes.items():

@@ -7,16 +7,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mini
 import pytest
 import torch
+from mini_moss_tts.mini_trainer.options import resolve_channel_weights
+from mini_moss_tts.mini_trainer.prompts import ChatPrompts, DelayedPrompts, FramePrompts
+from mini_moss_tts.mini_trainer.records import ChatDataset, SpeechDataset, load_jsonl_for_rank, shard_paths_for_rank
 from mini_moss_tts.moss_tts_local.configuration_moss_tts import MossTTSDelayConfig
-from mini_moss_tts.moss_tts_local.finetuning.options import resolve_channel_weights
-from mini_moss_tts.moss_tts_local.finetuning.records import MossTTSSFTDataset, load_jsonl_for_rank, shard_paths_for_rank
 from mini_moss_tts.moss_tts_local.modeling_moss_tts import MossTTSDelayModel
-from mini_moss_tts.moss_tts_local.processing_moss_tts import MossTTSDelayProcessor
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
@@ -40,11 +41,11 @@ def direct(inputs: Path) -> mini.MiniRun:
 
 
 @pytest.fixture(scope="module")
-def dataset(inputs: Path) -> MossTTSSFTDataset:
+def dataset(inputs: Path) -> SpeechDataset:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(inputs)
-    processor = MossTTSDelayProcessor(tokenizer, None, MossTTSDelayConfig.from_pretrained(inputs))
+    processor = FramePrompts(tokenizer, None, MossTTSDelayConfig.from_pretrained(inputs))
     _, records, _, _ = load_jsonl_for_rank(str(inputs / "train.jsonl"), 1, 0)
-    return MossTTSSFTDataset(records, processor)
+    return SpeechDataset(records, processor)
 
 
 @pytest.fixture
@@ -104,12 +105,6 @@ def test_checkpoint_loads_through_its_own_code(direct: mini.MiniRun, tmp_path: P
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_launcher_runs_the_same_training(inputs: Path, direct: mini.MiniRun, tmp_path: Path) -> None:
-    launched = mini.run_mini(inputs, tmp_path / "launched", launcher=True)
-    assert launched.losses == direct.losses
-    assert all(torch.equal(value, launched.weights()[name]) for name, value in direct.weights().items())
-
-
 @pytest.mark.parametrize(
     ("variables", "folder", "expected"),
     [
@@ -137,7 +132,7 @@ def test_bad_arguments_stop_before_the_model_is_read(inputs: Path, tmp_path: Pat
     assert not done.folder.exists()
 
 
-def test_labels_are_the_answer_shifted_by_one(dataset: MossTTSSFTDataset) -> None:
+def test_labels_are_the_answer_shifted_by_one(dataset: SpeechDataset) -> None:
     config = dataset.processor.model_config
     record = dataset.records[0]
     codes = torch.tensor(record["audio_codes"])
@@ -159,7 +154,7 @@ def test_labels_are_the_answer_shifted_by_one(dataset: MossTTSSFTDataset) -> Non
     )
 
 
-def test_a_reference_voice_stands_in_the_prompt(dataset: MossTTSSFTDataset) -> None:
+def test_a_reference_voice_stands_in_the_prompt(dataset: SpeechDataset) -> None:
     record, config = dataset.records[0], dataset.processor.model_config
     rows, prompt_rows = dataset.processor.pack(record)
     voice = rows[rows[:, 0] == config.audio_user_slot_token_id]
@@ -171,7 +166,7 @@ def test_a_reference_voice_stands_in_the_prompt(dataset: MossTTSSFTDataset) -> N
     assert torch.equal(dataset.processor.pack(listed)[0], rows)
 
 
-def test_batches_are_padded_on_the_left(dataset: MossTTSSFTDataset) -> None:
+def test_batches_are_padded_on_the_left(dataset: SpeechDataset) -> None:
     config = dataset.processor.model_config
     batch = dataset.collate_fn([dataset[index] for index in range(4)])
     lengths = [len(dataset[index]["input_ids"]) - 1 for index in range(4)]
@@ -184,6 +179,70 @@ def test_batches_are_padded_on_the_left(dataset: MossTTSSFTDataset) -> None:
     assert batch["input_ids"].shape == batch["labels"].shape == (4, max(lengths), 1 + config.n_vq)
 
 
+def test_delayed_codebooks_start_one_row_later_each(dataset: SpeechDataset) -> None:
+    config, record = dataset.processor.model_config, dataset.records[1]
+    rows, prompt_rows = DelayedPrompts(dataset.processor.tokenizer, None, config).pack(record)
+    answer, frames, late = rows[prompt_rows:], len(record["audio_codes"]), config.n_vq - 1
+    for codebook in range(config.n_vq):
+        column = answer[:, 1 + codebook]
+        assert column[codebook : codebook + frames].tolist() == [row[codebook] for row in record["audio_codes"]]
+        assert (column != config.audio_pad_code).sum() == frames
+    slots = [config.audio_assistant_gen_slot_token_id] * frames + [config.audio_assistant_delay_slot_token_id] * late
+    assert answer[:, 0].tolist() == [*slots, config.audio_end_token_id, config.im_end_token_id]
+
+
+@pytest.fixture
+def chat(inputs: Path) -> tuple[ChatDataset, dict[str, Any]]:
+    """A question, an answer of three frames, and a question that nobody answers; four codebooks of 32 codes."""
+    config = SimpleNamespace(rvq=4, audio_pad_token=32, reference_audio_pad=300, text_pad=301)
+    frames = [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    turns = [{"role": role, "text": "Why?", "audio_codes": frames} for role in ("user", "assistant", "user")]
+    processor = ChatPrompts(PreTrainedTokenizerFast.from_pretrained(inputs), config)
+    return ChatDataset(
+        [{"conversations": turns}, {"conversations": turns[1:2], "ref_audio_codes": frames}], processor
+    ), {"frames": frames}
+
+
+def test_only_answers_of_a_conversation_are_learned(chat: tuple[ChatDataset, dict[str, Any]]) -> None:
+    dataset, expected = chat
+    item = dataset[0]
+    rows, labels = item["input_ids"], item["labels"]
+    learned = (labels != -100).any(dim=1)
+    assert labels[learned][:3, 1:].tolist() == expected["frames"]
+    assert labels[learned][3:].tolist() == [[-100, 34, -100, -100, -100]]  # the end, on one codebook
+    assert torch.equal(rows[learned][:, 1:], torch.where(labels[learned] == -100, 32, labels[learned])[:, 1:])
+    assert (rows[:, 1] == 33).sum() == 2  # two turns that open an audio: the last question is left out
+    assert (labels[:, 0] == -100).all()
+
+
+def test_conversations_are_padded_on_the_right(chat: tuple[ChatDataset, dict[str, Any]]) -> None:
+    dataset, expected = chat
+    batch = dataset.collate_fn([dataset[0], dataset[1]])
+    lengths = [len(dataset[index]["input_ids"]) for index in range(2)]
+    assert batch["attention_mask"].sum(1).tolist() == lengths
+    assert (batch["attention_mask"].int().diff(dim=1) <= 0).all()
+    padding = ~batch["attention_mask"]
+    assert padding.any()
+    assert (batch["labels"][padding] == -100).all()
+    assert (batch["input_ids"][padding][:, 1:] == 32).all()
+    voice = batch["input_ids"][1][batch["input_ids"][1, :, 0] == 300]
+    assert voice[:, 1:].tolist() == expected["frames"]
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"text": "no turns"}, "record without conversations"),
+        ({"conversations": [{"role": "assistant", "text": "a"}]}, "a turn without audio_codes"),
+    ],
+)
+def test_conversations_that_cannot_be_packed_are_refused(
+    chat: tuple[ChatDataset, dict[str, Any]], record: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=expected):
+        chat[0].processor.pack(record)
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -193,7 +252,7 @@ def test_batches_are_padded_on_the_left(dataset: MossTTSSFTDataset) -> None:
     ],
 )
 def test_records_that_cannot_be_packed_are_refused(
-    dataset: MossTTSSFTDataset, change: dict[str, Any], expected: str
+    dataset: SpeechDataset, change: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(ValueError, match=expected):
         dataset.processor.pack({**dataset.records[0], **change})
@@ -223,7 +282,7 @@ def test_channel_weights_are_spread_over_the_codebooks() -> None:
 
 
 def test_a_channel_without_labels_gives_nan_and_finite_gradients(
-    model: MossTTSDelayModel, dataset: MossTTSSFTDataset
+    model: MossTTSDelayModel, dataset: SpeechDataset
 ) -> None:
     batch = dataset.collate_fn([dataset[0], dataset[1]])
     batch["labels"][..., 2] = -100
@@ -258,7 +317,7 @@ def test_the_unread_table_stays_frozen(model: MossTTSDelayModel) -> None:
     assert frozen == [UNREAD]
 
 
-def test_forward_refuses_what_it_cannot_mean(model: MossTTSDelayModel, dataset: MossTTSSFTDataset) -> None:
+def test_forward_refuses_what_it_cannot_mean(model: MossTTSDelayModel, dataset: SpeechDataset) -> None:
     batch = dataset.collate_fn([dataset[1]])
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
         model()

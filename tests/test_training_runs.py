@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,34 +43,12 @@ def assert_same_weights(found, expected):
     assert share <= TOLERANCES["weights_differing_share"]
 
 
-@pytest.mark.parametrize("schedule", ["fused", "staged", "autograd"])
-def test_losses_and_weights_equal_the_plain_run(inputs, plain, tmp_path, schedule):
-    run = run_mini(inputs, tmp_path, "--warmup-ratio", "0", environment={**EXACT, "MOSS_LOWMEM_SCHEDULE": schedule})
-    assert run.losses == pytest.approx(plain.losses, abs=TOLERANCES["printed_loss"])
-    assert_same_weights(run.weights(), plain.weights())
-    assert f"schedule={schedule}" in run.output
-
-
 def test_weights_moved_and_the_comparison_sees_another_learning_rate(inputs, plain, tmp_path):
     """Negative control: one percent more learning rate."""
     run = run_mini(inputs, tmp_path, "--warmup-ratio", "0", "--learning-rate", "1.02e-3", environment=EXACT)
     largest, share = weight_differences(run.weights(), plain.weights())
     assert largest > TOLERANCES["weights_share_of_learning_rate"] * LEARNING_RATE
     assert share > 100 * TOLERANCES["weights_differing_share"]
-
-
-def test_host_stores_give_the_same_bits(inputs, tmp_path):
-    arguments = ("--warmup-ratio", "0", "--gradient-accumulation-steps", "4", "--max-grad-norm", "0.1")
-    arguments += ("--per-device-batch-size", "1")
-    weights = {}
-    for name, placement in {"device": "device", "host": "host"}.items():
-        environment = {**EXACT, **{f"MOSS_LOWMEM_{what}": placement for what in ("GRADIENTS", "STATES", "WEIGHTS")}}
-        weights[name] = run_mini(inputs, tmp_path / name, *arguments, environment=environment).weights()
-    assert all(torch.equal(weights["device"][name], weights["host"][name]) for name in weights["device"])
-    alone = run_mini(inputs, tmp_path / "alone", *arguments).weights()
-    assert_same_weights(weights["host"], alone)
-    unclipped = run_mini(inputs, tmp_path / "unclipped", *arguments, "--max-grad-norm", "1000", environment=EXACT)
-    assert weight_differences(unclipped.weights(), alone)[0] > 0.01 * LEARNING_RATE  # so clipping did bite
 
 
 def test_switched_off_checkpoints_are_byte_identical(inputs, plain, tmp_path):
@@ -81,16 +59,7 @@ def test_switched_off_checkpoints_are_byte_identical(inputs, plain, tmp_path):
     }.items():
         run = run_mini(inputs, tmp_path / name, "--warmup-ratio", "0", environment=environment)
         assert run.losses == plain.losses
-        assert files_of(run.checkpoint(), tmp_path / name) == files_of(plain.checkpoint(), plain.folder)
-
-
-def files_of(checkpoint: Path, output: Path) -> dict[str, bytes]:
-    """Contents by name; the output folder's own name, which the arguments record, is taken out."""
-    return {
-        path.name: path.read_bytes().replace(str(output).encode(), b"OUTPUT")
-        for path in checkpoint.iterdir()
-        if path.is_file()
-    }
+        assert run.files() == plain.files()
 
 
 def test_saved_checkpoint_is_complete_and_keeps_the_unread_table(inputs, plain, tmp_path):
@@ -118,7 +87,8 @@ def test_the_report_reads_the_real_modules(inputs, tmp_path):
     run = run_mini(inputs, tmp_path, "--attn-implementation", "eager", "--gradient-checkpointing", environment=ON)
     # Upstream's flag does not reach the model: it stays sdpa, and the report has to say so.
     assert "backbone_dtype=float32 backbone_attention=sdpa depth_dtype=float32 depth_attention=sdpa" in run.output
-    assert "patched=__main__.Accelerator,__main__.AdamW,MossTTSDelayModel.forward" in run.output
+    [patched] = re.findall(r"patched=(\S+)", run.output)
+    assert {"__main__.Accelerator", "__main__.AdamW", "MossTTSDelayModel.forward"} <= set(patched.split(","))
     assert "checkpointed_layers=3" in run.output
     assert "trainable_parameters=" in run.output
     assert "[lowmem] steps=3 median_step_time=" in run.output
@@ -159,11 +129,11 @@ def test_bad_settings_stop_before_the_model_loads(inputs, tmp_path, environment,
     assert expected in refused(inputs, tmp_path / "output", environment)
 
 
-def changed_trainer(folder, file, old, new):
+def changed_trainer(folder, file, old, new, family="moss_tts_local"):
     """A copy of the miniature in which upstream has 'moved on'."""
     copy = folder / "trainer"
     shutil.copytree(MINI, copy, ignore=shutil.ignore_patterns("__pycache__"))
-    path = copy / "moss_tts_local" / file
+    path = copy / family / file
     text = path.read_text(encoding="utf-8")
     assert old in text, old
     path.write_text(text.replace(old, new), encoding="utf-8")
@@ -212,8 +182,8 @@ def test_a_patch_that_was_overwritten_stops_the_run(inputs, tmp_path):
     trainer = changed_trainer(
         tmp_path,
         "finetuning/sft.py",
-        "    accelerator.print(",
-        "    MossTTSDelayModel.gradient_checkpointing_enable = print\n    accelerator.print(",
+        "    loader = DataLoader(",
+        "    MossTTSDelayModel.gradient_checkpointing_enable = print\n    loader = DataLoader(",
     )
     run = run_mini(inputs, tmp_path / "output", environment=ON, check=False, trainer=trainer)
     assert run.status != 0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_models import SCHEDULES, Ours, gradients, pair, relative_errors, train_reference
-from test_training_runs import assert_same_weights, files_of, weight_differences
+from test_training_runs import assert_same_weights, weight_differences
 from tolerances import TOLERANCES
 from upstream_runs import (  # noqa: F401  (fixtures)
     ARGUMENTS,
@@ -25,6 +25,20 @@ FAMILY = "moss_tts_local"
 SEEDS = (0, 1)
 # Printed by unmodified upstream on the tiny checkpoint of seed 0 (shared notes, section 0).
 REFERENCE_LOSSES = [3.9135, 3.8448, 3.9079]
+
+LOAD = """
+from transformers import AutoModel
+model = AutoModel.from_pretrained(folder, trust_remote_code=True)
+"""
+GENERATE = """
+config = model.config
+prompt = torch.full((1, 6, config.n_vq + 1), config.audio_pad_code)
+prompt[0, :, 0] = torch.tensor([config.im_start_token_id, 5, 6, 7, 8, config.audio_start_token_id])
+torch.manual_seed(0)
+[(_, tokens)] = model.eval().generate(prompt, torch.ones(1, 6, dtype=torch.bool), max_new_tokens=8)
+assert tokens.shape[1] == config.n_vq + 1 and 1 < len(tokens) <= 9, tokens.shape
+assert tokens[0, 0] == config.audio_start_token_id and (tokens[1:, 1:] < config.audio_pad_code).all(), tokens
+"""
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -54,26 +68,34 @@ def test_host_stores_with_clipping_and_accumulation(train, tmp_path):
     assert_same_weights(weights["host"], plain.weights())
 
 
-def test_8bit_optimizer_trains_and_upstream_reloads_the_checkpoint(train, inputs, tmp_path, upstream_environment):
+def test_8bit_run_reloads_with_upstreams_code_and_generates(train, inputs, tmp_path, upstream_environment):
     run = train(tmp_path / "output", layer={}, arguments=ARGUMENTS + " --warmup-ratio 0 --gradient_checkpointing")
     before, after = load_file(inputs / "0" / "model.safetensors"), run.weights()
     assert "optimizer=adamw8bit" in run.output
     assert weight_differences(after, before)[1] > 0.5
     unread = "model.language_model.embed_tokens.weight"
     assert torch.equal(after[unread], before[unread])
-    load = "from transformers import AutoModel\nmodel = AutoModel.from_pretrained(folder, trust_remote_code=True)"
-    assert_upstream_reloads(run.checkpoint, upstream_environment, load)
+    assert_upstream_reloads(run.checkpoint, upstream_environment, LOAD, GENERATE)
+
+
+def files_of(run):
+    """Contents by name; the output folder's own name, which the arguments record, is taken out."""
+    return {
+        path.name: path.read_bytes().replace(str(run.folder).encode(), b"OUTPUT")
+        for path in run.checkpoint.iterdir()
+        if path.is_file()
+    }
 
 
 def test_switched_off_the_checkpoint_is_byte_identical(train, tmp_path):
     """Off by the switch, and installed but never asked for; against a run with start-up hooks off."""
     plain = train(tmp_path / "plain")
     assert plain.losses == pytest.approx(REFERENCE_LOSSES, abs=TOLERANCES["printed_loss"])
-    expected = files_of(plain.checkpoint, plain.folder)
+    expected = files_of(plain)
     unset = train(tmp_path / "unset", AUTOWRAPT_BOOTSTRAP="moss_tts_patches")
-    assert files_of(unset.checkpoint, unset.folder) == expected
+    assert files_of(unset) == expected
     switched_off = train(tmp_path / "zero", layer={"MOSS_LOWMEM": "0", "AUTOWRAPT_BOOTSTRAP": "moss_tts_patches"})
-    assert files_of(switched_off.checkpoint, switched_off.folder) == expected
+    assert files_of(switched_off) == expected
 
 
 def test_upstreams_own_zero3_yaml_on_one_device_runs_plain(train, tmp_path):

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Makes what the miniature trains on: a small random checkpoint and train.jsonl, the same bytes for the same arguments.
 
-    python make_demo_data.py FOLDER [--scale tiny|demo] [--records N] [--frames LOW HIGH] [--seed S]
+    python make_demo_data.py FOLDER [--family F] [--scale tiny|demo] [--records N] [--frames LOW HIGH] [--seed S]
 
-Nothing is downloaded. The weights have the names and shapes of a MOSS-TTS-Local checkpoint, so that upstream's own
-model class loads them as well.
+Nothing is downloaded. The weights have the names and shapes of the family's checkpoints, so that upstream's own model
+class loads them as well.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent
+
+FAMILIES = ("moss_tts_local", "moss_tts_delay", "moss_tts_local_v1.5", "moss_tts_realtime")
 
 SPECIAL_TOKENS = {
     "pad_token_id": "<|pad|>",
@@ -73,26 +75,37 @@ SCALES = {
 
 def make_demo_data(
     folder: Path,
-    scale: str = "tiny",
+    scale: str | Scale = "tiny",
     records: int = 12,
     frames: tuple[int, int] | None = None,
     seed: int = 0,
+    family: str = FAMILIES[0],
 ) -> int:
     """Writes the checkpoint and ``train.jsonl`` into ``folder`` and returns the number of parameters."""
-    sizes = SCALES[scale]
+    sizes = SCALES[scale] if isinstance(scale, str) else scale
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(folder)
     ids = {field: tokenizer.convert_tokens_to_ids(token) for field, token in SPECIAL_TOKENS.items()}
-    model = random_model(sizes, ids, seed)
+    model = random_model(sizes, ids, seed, family)
     model.save_pretrained(folder)
-    for source in (ROOT / "moss_tts_local").glob("*.py"):
-        shutil.copy2(source, folder / source.name)
+    copy_model_code(family, folder)
     generator = random.Random(seed)
-    lines = [random_record(index, sizes, frames or sizes.frames, generator) for index in range(records)]
+    make_record = random_conversation if family == "moss_tts_realtime" else random_record
+    lines = [make_record(index, sizes, frames or sizes.frames, generator) for index in range(records)]
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     (folder / "train.jsonl").write_text(text, encoding="utf-8")
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def copy_model_code(family: str, folder: Path) -> None:
+    """Puts beside the weights what a checkpoint of the family brings along."""
+    source = ROOT / family
+    if family == "moss_tts_realtime":
+        source, folder = source / "mossttsrealtime", folder / "mossttsrealtime"
+    folder.mkdir(exist_ok=True)
+    for path in source.glob("*.py"):
+        shutil.copy2(path, folder / path.name)
 
 
 def byte_tokenizer() -> Any:
@@ -110,49 +123,13 @@ def byte_tokenizer() -> Any:
     )
 
 
-def random_model(sizes: Scale, special_ids: dict[str, int], seed: int) -> Any:
-    """Builds the model; norm weights are moved off 1, so that a patch that drops one of them shows."""
-    import torch
-
+def random_model(sizes: Scale, special_ids: dict[str, int], seed: int, family: str = FAMILIES[0]) -> Any:
+    """Builds a model; see :func:`mini_moss_tts.demo_models.random_model`."""
     if str(ROOT.parent) not in sys.path:
         sys.path.insert(0, str(ROOT.parent))
-    from mini_moss_tts.moss_tts_local.configuration_moss_tts import MossTTSDelayConfig
-    from mini_moss_tts.moss_tts_local.modeling_moss_tts import MossTTSDelayModel
+    from mini_moss_tts import demo_models
 
-    config = MossTTSDelayConfig(
-        language_config={
-            "vocab_size": sizes.vocabulary,
-            "hidden_size": sizes.hidden,
-            "intermediate_size": sizes.inner,
-            "num_hidden_layers": sizes.layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": sizes.head_width,
-            "max_position_embeddings": 4096,
-            "pad_token_id": special_ids["pad_token_id"],
-            "initializer_range": 0.05,
-        },
-        n_vq=sizes.codebooks,
-        audio_vocab_size=sizes.codes,
-        local_hidden_size=sizes.depth_hidden,
-        local_ffn_hidden_size=sizes.depth_inner,
-        local_num_layers=2,
-        additional_mlp_ffn_hidden_size=sizes.depth_hidden,
-        initializer_range=0.05,  # wide enough for every gradient to stand clear of rounding at these widths
-        auto_map={
-            "AutoConfig": "configuration_moss_tts.MossTTSDelayConfig",
-            "AutoModel": "modeling_moss_tts.MossTTSDelayModel",
-        },
-        **special_ids,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = MossTTSDelayModel(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
-                    parameter.add_(torch.randn(parameter.shape), alpha=0.05)
-    return model
+    return demo_models.random_model(sizes, special_ids, seed, family)
 
 
 def random_record(index: int, sizes: Scale, frames: tuple[int, int], generator: random.Random) -> dict[str, Any]:
@@ -169,6 +146,23 @@ def random_record(index: int, sizes: Scale, frames: tuple[int, int], generator: 
     return record
 
 
+def random_conversation(index: int, sizes: Scale, frames: tuple[int, int], generator: random.Random) -> dict[str, Any]:
+    """A record of the realtime family; one in three is a question, an answer and a question that nobody answers."""
+    roles = ("user", "assistant", "user") if index % 3 == 0 else ("assistant",)
+    turns = [
+        {
+            "role": role,
+            "text": TEXTS[(index + turn) % len(TEXTS)],
+            "audio_codes": random_codes(generator.randint(*frames), sizes, generator),
+        }
+        for turn, role in enumerate(roles)
+    ]
+    record = {"id": f"demo-{index:04d}", "conversations": turns}
+    if index % 2 == 0:
+        record["ref_audio_codes"] = random_codes(frames[0], sizes, generator)
+    return record
+
+
 def random_codes(frames: int, sizes: Scale, generator: random.Random) -> list[list[int]]:
     """Low codes are more frequent than high ones, so that there is something to learn and the loss goes down."""
     return [[int(sizes.codes * generator.random() ** 3) for _ in range(sizes.codebooks)] for _ in range(frames)]
@@ -178,13 +172,14 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     parser = argparse.ArgumentParser(description="Makes a small random checkpoint and train.jsonl for the miniature.")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--family", choices=FAMILIES, default=FAMILIES[0])
     parser.add_argument("--scale", choices=sorted(SCALES), default="demo")
     parser.add_argument("--records", type=int, default=64)
     parser.add_argument("--frames", type=int, nargs=2, metavar=("LOW", "HIGH"), help="audio frames per record")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     frames = tuple(args.frames) if args.frames else None
-    parameters = make_demo_data(args.folder, args.scale, args.records, frames, args.seed)
+    parameters = make_demo_data(args.folder, args.scale, args.records, frames, args.seed, args.family)
     print(f"{args.folder}: {parameters:,} random parameters and {args.records} records")
 
 

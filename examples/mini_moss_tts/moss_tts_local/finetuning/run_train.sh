@@ -1,33 +1,6 @@
 #!/usr/bin/env bash
-# Starts the miniature's trainer from the same environment variables as upstream's run_train.sh.
 # Run it in the miniature's folder: SKIP_PREPARE=1 MODEL_PATH=… TRAIN_JSONL=… bash moss_tts_local/finetuning/run_train.sh
 set -euo pipefail
-
-stop() {
-  echo "run_train.sh (miniature): $1" >&2
-  exit 2
-}
-
-trainer=moss_tts_local/finetuning/sft.py
-[[ -f "$trainer" ]] || stop "$trainer is not below $PWD; run this script in the miniature's folder."
-[[ "${SKIP_PREPARE:-0}" == 1 ]] \
-  || stop "SKIP_PREPARE=${SKIP_PREPARE:-0}: there is no codec here to make audio codes with; set SKIP_PREPARE=1 and use data that has them (make_demo_data.py)."
-[[ -n "${MODEL_PATH:-}" ]] || stop "MODEL_PATH is not set; expected a checkpoint folder, as make_demo_data.py writes it."
-
-prepared="${PREPARED_JSONL:-train_with_codes.jsonl}"
-shards="${prepared%.jsonl}.rank*.jsonl"
-if [[ ! -e "$prepared" ]] && compgen -G "$shards" > /dev/null; then
-  prepared="$shards"
-fi
-
-read -r -a options <<< "${TRAIN_EXTRA_ARGS_STR:---per-device-batch-size 1 --gradient-accumulation-steps 8 --mixed-precision bf16 --gradient-checkpointing}"
-launcher=(accelerate launch)
-if [[ -n "${ACCELERATE_CONFIG_FILE:-}" ]]; then
-  launcher+=(--config_file "$ACCELERATE_CONFIG_FILE")
-fi
-exec "${launcher[@]}" "$trainer" \
-  --model-path "$MODEL_PATH" \
-  --codec-path "${CODEC_PATH:-none}" \
-  --train-jsonl "${TRAIN_JSONL:-$prepared}" \
-  --output-dir "${OUTPUT_DIR:-output/mini_moss_tts_sft}" \
-  "${options[@]}"
+family=moss_tts_local
+default_options="--per-device-batch-size 1 --gradient-accumulation-steps 8 --mixed-precision bf16 --gradient-checkpointing"
+. "$(dirname "${BASH_SOURCE[0]}")/../../mini_trainer/start.sh"

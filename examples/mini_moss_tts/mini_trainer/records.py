@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ..modeling_moss_tts import IGNORE_INDEX
-from ..processing_moss_tts import MossTTSDelayProcessor
+from .prompts import ChatPrompts, FramePrompts
 
+IGNORE_INDEX = -100
 SHARD_NAME = re.compile(r"\.rank(\d+)-of-(\d+)\.jsonl$")
 
 
@@ -63,12 +63,10 @@ def load_jsonl_for_rank(
     return files, [json.loads(line) for line in lines if line.strip()], own, sharded
 
 
-class MossTTSSFTDataset(Dataset):
-    """Records as token rows, packed when they are asked for."""
+class SpeechDataset(Dataset):
+    """Records of one text and its audio as token rows, packed when they are asked for."""
 
-    def __init__(
-        self, records: Iterable[dict[str, Any]], processor: MossTTSDelayProcessor, n_vq: int | None = None
-    ) -> None:
+    def __init__(self, records: Iterable[dict[str, Any]], processor: FramePrompts, n_vq: int | None = None) -> None:
         self.records = list(records)
         self.processor = processor
         self.n_vq = n_vq
@@ -108,3 +106,47 @@ class MossTTSSFTDataset(Dataset):
             "attention_mask": present[:, :-1].contiguous(),
             "labels": labels,
         }
+
+
+class NamedSpeechDataset(SpeechDataset):
+    """The same, with each record's name in the batch, for the messages of a trainer that checks its losses."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {**super().__getitem__(index), "record_id": str(self.records[index].get("id", index))}
+
+    def collate_fn(self, batch: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**super().collate_fn(batch), "record_ids": [item["record_id"] for item in batch]}
+
+
+class ChatDataset(Dataset):
+    """Conversations as token rows with their labels."""
+
+    def __init__(self, records: Iterable[dict[str, Any]], processor: ChatPrompts, n_vq: int | None = None) -> None:
+        self.records = list(records)
+        self.processor = processor
+        if n_vq not in (None, processor.model_config.rvq):
+            raise ValueError(f"--n-vq {n_vq}: this checkpoint has {processor.model_config.rvq} codebooks")
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        rows, labels = self.processor.pack(self.records[index])
+        return {"input_ids": rows, "labels": labels}
+
+    def collate_fn(self, batch: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Pads on the right; labels are not shifted here, the model does that.
+
+        Returns:
+            ``input_ids`` and ``labels`` ``[batch, longest, 1 + rvq]`` int64, ``attention_mask`` ``[batch, longest]``
+            bool.
+        """
+        config = self.processor.model_config
+        longest = max(len(item["input_ids"]) for item in batch)
+        rows = torch.full((len(batch), longest, 1 + config.rvq), config.audio_pad_token)
+        rows[..., 0] = self.processor.tokenizer.pad_token_id
+        labels, present = torch.full_like(rows, IGNORE_INDEX), torch.zeros(len(batch), longest, dtype=torch.bool)
+        for index, item in enumerate(batch):
+            end = len(item["input_ids"])
+            rows[index, :end], labels[index, :end], present[index, :end] = item["input_ids"], item["labels"], True
+        return {"input_ids": rows, "attention_mask": present, "labels": labels}
