@@ -30,7 +30,11 @@ class NumericsError(LowMemError):
 
 
 class StateError(LowMemError):
-    """Saved optimizer state does not belong to the parameters it is loaded into."""
+    """Something saved is not what it should be: not whole, or not of the parameters it is loaded into."""
+
+
+class DataError(LowMemError):
+    """Training files are missing, or have records that cannot be trained on."""
 
 
 @contextmanager

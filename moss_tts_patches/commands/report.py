@@ -1,0 +1,26 @@
+"""``moss-lowmem report``: pictures of a training from its log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+BAD_INPUT = 2
+
+
+def report(
+    output_dir: Annotated[Path, typer.Argument(help="A training's output folder, finished or still running.")],
+) -> None:
+    """Draw a training's loss, memory and throughput into its output folder, and one HTML page with all of them."""
+    from ..errors import LowMemError
+    from ..runtime.plots import write_report
+
+    try:
+        written = write_report(output_dir)
+    except LowMemError as error:
+        typer.echo(f"[lowmem] error: {error}", err=True)
+        raise typer.Exit(BAD_INPUT) from None
+    for path in written:
+        typer.echo(path)
