@@ -12,7 +12,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Patch:
-    """One name on one owner (a module or a class) that now holds something of ours."""
+    """One name on one owner (a module, a class or an instance) that now holds something of ours."""
 
     owner: Any
     name: str
@@ -22,8 +22,8 @@ class Patch:
 
     @property
     def place(self) -> str:
-        owner = getattr(self.owner, "__qualname__", None) or getattr(self.owner, "__name__", repr(self.owner))
-        return f"{owner}.{self.name}"
+        named = self.owner if hasattr(self.owner, "__name__") else type(self.owner)
+        return f"{getattr(named, '__qualname__', named.__name__)}.{self.name}"
 
 
 class Ledger:

@@ -30,6 +30,12 @@ class RunHooks(Protocol):
     def before_model_load(self, model_class: Any, config: Any) -> None:
         """The trainer is about to load its model."""
 
+    def guarded(self, phase: Any, function: Any) -> Any:
+        """Returns ``function`` as a phase whose memory is reported when it runs out."""
+
+    def loading_options(self) -> dict[str, Any]:
+        """What ``from_pretrained`` is given besides the trainer's own arguments."""
+
     def model_loaded(self, model: Any) -> None:
         """The trainer's model, still in host memory."""
 
@@ -67,7 +73,8 @@ def patch_model_class(session: RunHooks, model_class: Any, training_arguments: f
         path = args[0] if args else options.get("pretrained_model_name_or_path")
         session.before_model_load(cls, cls.config_class.from_pretrained(path))
         inherited = super(model_class, cls).from_pretrained
-        model = (upstream_loader.__get__(None, cls) if upstream_loader is not None else inherited)(*args, **options)
+        load = upstream_loader.__get__(None, cls) if upstream_loader is not None else inherited
+        model = session.guarded("load", load)(*args, **{**options, **session.loading_options()})
         session.model_loaded(model)
         return model
 

@@ -14,9 +14,19 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..data.rules import RecordRules
 from ..loss.embedding import summed_embeddings
 from ..loss.problem import IGNORE_INDEX, Channel, FrameLoss
-from .family import TRAINER_SEAMS, Family, LossOutput, Seam, TrainingContext, check_parts, shrink_qwen3
+from .family import (
+    QWEN3_PROJECTIONS,
+    TRAINER_SEAMS,
+    Family,
+    LossOutput,
+    Seam,
+    TrainingContext,
+    check_parts,
+    shrink_qwen3,
+)
 
 # The backbones of the two released sizes, as the model cards of Qwen3-8B and Qwen3-1.7B say.
 _SIZES: dict[str, dict[str, int]] = {
@@ -52,6 +62,11 @@ class DelayFamily(Family):
     training_arguments: ClassVar[frozenset[str]] = frozenset(
         {"input_ids", "attention_mask", "labels", "channelwise_loss_weight"}
     )
+    adapter_groups: ClassVar[dict[str, str]] = {
+        "backbone": r"language_model\.layers\.\d+\." + QWEN3_PROJECTIONS,
+        "audio_heads": r"lm_heads\.[1-9]\d*",
+        "audio_embeddings": r"emb_ext\.\d+",
+    }
 
     @classmethod
     def recognises(cls, namespace: dict[str, Any]) -> bool:
@@ -79,6 +94,20 @@ class DelayFamily(Family):
 
     def unread_embeddings(self, model: Any) -> Sequence[tuple[nn.Module, str]]:
         return ()  # the backbone's own table embeds the text channel
+
+    def record_rules(self, config: Any) -> RecordRules:
+        codebooks = getattr(config, "n_vq", 32)
+        # Prompt as moss_tts_local's. This family cleans texts: a line break or two ASCII characters can become one of
+        # three bytes.
+        return RecordRules(
+            layout="speech",
+            code_limits=(getattr(config, "audio_vocab_size", 1024),) * codebooks,
+            block_extra=codebooks - 1,
+            audio_start=getattr(config, "audio_start_token_id", 151652),
+            audio_end=getattr(config, "audio_end_token_id", 151653),
+            template_bytes=400,
+            text_growth=3,
+        )
 
     def training_output(self, model: Any, batch: dict[str, Any], context: TrainingContext) -> LossOutput:
         labels = batch["labels"]

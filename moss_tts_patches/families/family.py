@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers.utils import ModelOutput
 
+from ..data.rules import RecordRules
 from ..errors import SeamError
 from ..loss.engine import LossEngine
 from .class_patches import RunHooks, patch_model_class
@@ -58,6 +59,9 @@ class Seam:
             )
 
 
+#: The seven projections of a Qwen3 layer, after the layer's own name.
+QWEN3_PROJECTIONS = r"(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
+
 #: What the layer holds on to in every trainer whose ``main()`` loads a model class by name.
 TRAINER_SEAMS = (
     Seam("main"),
@@ -67,6 +71,8 @@ TRAINER_SEAMS = (
     Seam("AdamW"),
     Seam("DataLoader"),
     Seam("get_scheduler"),
+    Seam("load_jsonl_for_rank", ("spec", "world_size", "rank")),
+    Seam("build_processor"),
 )
 
 
@@ -122,6 +128,13 @@ class Family(ABC):
     class_seams: ClassVar[tuple[Seam, ...]]
     #: What upstream's loop passes to the model in training, and nothing else.
     training_arguments: ClassVar[frozenset[str]]
+    #: Named sets of modules for adapters, each a regular expression over whole module names. ``backbone`` and ``depth``
+    #: are the projections of all layers: what is adapted by default, and what QLoRA stores in 4 bit.
+    adapter_groups: ClassVar[dict[str, str]]
+    #: Modules whose weight is another one's too, as regular expressions over whole names: no adapter may be on them.
+    tied_modules: ClassVar[tuple[str, ...]] = ()
+    #: Checkpoints that the trainer writes beside one an epoch.
+    extra_checkpoints: ClassVar[int] = 0
     #: Whether upstream's own trainer can checkpoint activations; the planner compares with what upstream can do.
     upstream_checkpoints: ClassVar[bool] = True
 
@@ -173,9 +186,24 @@ class Family(ABC):
         """Why a run with these parsed arguments needs the ``autograd`` schedule, or None."""
         return None
 
+    @abstractmethod
+    def record_rules(self, config: Any) -> RecordRules:
+        """What a training record must be for a model of this config; release values where the config has none."""
+
     def install(self, session: RunHooks) -> None:
         """Patches what is this family's own: by default the model class that the trainer names."""
         patch_model_class(session, self.model_class(vars(session.trainer)), self.training_arguments)
+
+    def is_last_checkpoint(self, name: str, arguments: Any, steps: int) -> bool:
+        """Whether the checkpoint that the trainer has just written is the run's last.
+
+        Args:
+            name: of its folder.
+            arguments: the trainer's, parsed.
+            steps: optimizer steps done.
+        """
+        most = getattr(arguments, "max_train_steps", None)
+        return name == f"checkpoint-epoch-{arguments.num_epochs - 1}" or (most is not None and steps >= most)
 
     def reference_loss(self, upstream_forward: Callable[..., Any], model: Any, batch: dict[str, Any]) -> torch.Tensor:
         """Upstream's own loss on a batch, for the self check."""

@@ -13,9 +13,19 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..data.rules import RecordRules
 from ..loss.embedding import summed_embeddings
 from ..loss.problem import IGNORE_INDEX, Channel, FrameLoss, Lookup, Stage
-from .family import TRAINER_SEAMS, Family, LossOutput, Seam, TrainingContext, check_parts, shrink_qwen3
+from .family import (
+    QWEN3_PROJECTIONS,
+    TRAINER_SEAMS,
+    Family,
+    LossOutput,
+    Seam,
+    TrainingContext,
+    check_parts,
+    shrink_qwen3,
+)
 
 
 class LocalFamily(Family):
@@ -37,6 +47,13 @@ class LocalFamily(Family):
     training_arguments: ClassVar[frozenset[str]] = frozenset(
         {"input_ids", "attention_mask", "labels", "channelwise_loss_weight"}
     )
+    adapter_groups: ClassVar[dict[str, str]] = {
+        "backbone": r"model\.language_model\.layers\.\d+\." + QWEN3_PROJECTIONS,
+        "depth": r"local_transformer\.layers\.\d+\." + QWEN3_PROJECTIONS,
+        "adapters": r"(speech_embedding_to_local_mlp|local_to_speech_embedding_mlps\.\d+)\.(gate|up|down)_proj",
+        "audio_heads": r"lm_heads\.[1-9]\d*",
+        "audio_embeddings": r"model\.embedding_list\.[1-9]\d*",
+    }
 
     @classmethod
     def recognises(cls, namespace: dict[str, Any]) -> bool:
@@ -70,6 +87,16 @@ class LocalFamily(Family):
     def unread_embeddings(self, model: Any) -> Sequence[tuple[nn.Module, str]]:
         # The backbone is always called with inputs_embeds; its own table only has to be in the checkpoint.
         return ((model.model.language_model, "embed_tokens"),)
+
+    def record_rules(self, config: Any) -> RecordRules:
+        # Both turns of a record without any field are 259 bytes; a checkpoint's chat template may add to that.
+        return RecordRules(
+            layout="speech",
+            code_limits=(getattr(config, "audio_vocab_size", 1024),) * getattr(config, "n_vq", 32),
+            audio_start=getattr(config, "audio_start_token_id", 151652),
+            audio_end=getattr(config, "audio_end_token_id", 151653),
+            template_bytes=400,
+        )
 
     def training_output(self, model: Any, batch: dict[str, Any], context: TrainingContext) -> LossOutput:
         labels = batch["labels"]
@@ -147,9 +174,9 @@ class LocalFamily(Family):
         if not context.direct:
             return expected
         return {
-            table.weight: 1 + expected.get(table.weight, 0)
-            for table in model.model.embedding_list
-            if table.weight.requires_grad
+            parameter: 1 + expected.get(parameter, 0)
+            for parameter in model.model.embedding_list.parameters()
+            if parameter.requires_grad
         }
 
     @staticmethod

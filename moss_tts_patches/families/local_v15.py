@@ -17,11 +17,20 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..data.rules import RecordRules
 from ..errors import NumericsError
 from ..loss.embedding import summed_embeddings
 from ..loss.problem import IGNORE_INDEX, Channel, FrameLoss, Lookup, Stage
 from .class_patches import RunHooks
-from .family import Family, LossOutput, Seam, TrainingContext, check_parts, shrink_qwen3
+from .family import (
+    QWEN3_PROJECTIONS,
+    Family,
+    LossOutput,
+    Seam,
+    TrainingContext,
+    check_parts,
+    shrink_qwen3,
+)
 from .local_v15_patches import ATTENTION_MASK, patch_trainer, unwrap
 
 _BATCH = ("input_ids", "attention_mask", "labels", "channelwise_loss_weight")
@@ -42,6 +51,8 @@ class LocalV15Family(Family):
         Seam("AdamW"),
         Seam("DataLoader"),
         Seam("get_scheduler"),
+        Seam("load_jsonl_for_rank", ("spec", "world_size", "rank")),
+        Seam("build_processor"),
         Seam("load_training_model", ("accelerator", "model_path", "model_dtype", "attn_implementation")),
         Seam("configure_gradient_checkpointing", ("model", "scope", "use_reentrant", "impl")),
         Seam("compute_supervised_loss", ("model", *_BATCH)),
@@ -53,6 +64,18 @@ class LocalV15Family(Family):
         Seam("_use_binary_local_text_head"),
     )
     training_arguments: ClassVar[frozenset[str]] = frozenset(_BATCH)
+    extra_checkpoints: ClassVar[int] = 1  # checkpoint-last
+    # Its heads are its embeddings: neither can carry an adapter, so there is no group of them.
+    tied_modules: ClassVar[tuple[str, ...]] = (
+        r"text_lm_head",
+        r"transformer\.embed_tokens",
+        r"audio_lm_heads\.\d+",
+        r"audio_embeddings\.\d+",
+    )
+    adapter_groups: ClassVar[dict[str, str]] = {
+        "backbone": r"transformer\.layers\.\d+\." + QWEN3_PROJECTIONS,
+        "depth": r"local_transformer\.h\.\d+\.(attn\.(c_attn|c_proj)|mlp\.(fc_in|fc_out))",
+    }
 
     @classmethod
     def recognises(cls, namespace: dict[str, Any]) -> bool:
@@ -98,6 +121,22 @@ class LocalV15Family(Family):
         return (
             "--skip-nonfinite-batches drops a micro-batch after its loss is known; the other schedules have added its "
             "gradients by then"
+        )
+
+    def is_last_checkpoint(self, name: str, arguments: Any, steps: int) -> bool:
+        return name == "checkpoint-last"
+
+    def record_rules(self, config: Any) -> RecordRules:
+        # Prompt as moss_tts_local's.
+        codebooks = getattr(config, "n_vq", 12)
+        sizes = getattr(config, "audio_codebook_sizes", None) or [getattr(config, "audio_vocab_size", 1024)] * codebooks
+        return RecordRules(
+            layout="speech",
+            code_limits=tuple(sizes),
+            audio_start=getattr(config, "audio_start_token_id", 151669),
+            audio_end=getattr(config, "audio_end_token_id", 151670),
+            template_bytes=400,
+            prompt_in_pieces=True,
         )
 
     # -- patches -------------------------------------------------------------------------------------------------
@@ -343,5 +382,5 @@ def _expected_contributions(model: Any, problem: FrameLoss, context: TrainingCon
             if weight.requires_grad:
                 expected[cast(nn.Parameter, weight)] = expected.get(cast(nn.Parameter, weight), 0) + 1
     if _is_binary(model) and not any(channel.projection is _text_head(model) for channel in problem.channels):
-        expected[cast(nn.Parameter, model.local_text_lm_head.weight)] = 0
+        expected.update(dict.fromkeys(model.local_text_lm_head.parameters(), 0))
     return expected

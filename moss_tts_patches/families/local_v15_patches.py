@@ -6,7 +6,8 @@ Facts about upstream in this file are from ``moss_tts_local_v1.5/`` at commit 58
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,12 +43,13 @@ def _checked_loader(session: RunHooks, upstream: Callable[..., Any]) -> Callable
         model_class, config = _remote_class(model_path)
         config.attn_implementation = attn_implementation
         session.before_model_load(model_class, config)
-        model = upstream(
-            accelerator=accelerator,
-            model_path=model_path,
-            model_dtype=model_dtype,
-            attn_implementation=attn_implementation,
-        )
+        with _loading_with(session.trainer, session.loading_options()):
+            model = session.guarded("load", upstream)(
+                accelerator=accelerator,
+                model_path=model_path,
+                model_dtype=model_dtype,
+                attn_implementation=attn_implementation,
+            )
         if session.corrects("depth_attention"):
             _follow_attention_flag(session, model, attn_implementation)
         if session.corrects("padded_attention_rows"):
@@ -58,6 +60,26 @@ def _checked_loader(session: RunHooks, upstream: Callable[..., Any]) -> Callable
         return model
 
     return load_training_model
+
+
+@contextmanager
+def _loading_with(trainer: Any, options: dict[str, Any]) -> Iterator[None]:
+    """Adds ``options`` to the call of ``AutoModel.from_pretrained`` that the trainer's loader makes."""
+    if not options:
+        yield
+        return
+    upstream = trainer.AutoModel
+
+    class AutoModel(upstream):  # type: ignore[misc, valid-type]
+        @classmethod
+        def from_pretrained(cls, *args: Any, **given: Any) -> Any:
+            return upstream.from_pretrained(*args, **{**given, **options})
+
+    trainer.AutoModel = AutoModel
+    try:
+        yield
+    finally:
+        trainer.AutoModel = upstream
 
 
 def _remote_class(model_path: str) -> tuple[Any, Any]:

@@ -15,10 +15,20 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..data.rules import RecordRules
 from ..errors import NumericsError
 from ..loss.embedding import summed_embeddings
 from ..loss.problem import IGNORE_INDEX, Channel, FrameLoss, Lookup, Stage
-from .family import TRAINER_SEAMS, Family, LossOutput, Seam, TrainingContext, check_parts, shrink_qwen3
+from .family import (
+    QWEN3_PROJECTIONS,
+    TRAINER_SEAMS,
+    Family,
+    LossOutput,
+    Seam,
+    TrainingContext,
+    check_parts,
+    shrink_qwen3,
+)
 
 
 class RealtimeFamily(Family):
@@ -37,6 +47,12 @@ class RealtimeFamily(Family):
     )
     training_arguments: ClassVar[frozenset[str]] = frozenset({"input_ids", "attention_mask", "labels"})
     upstream_checkpoints: ClassVar[bool] = False
+    adapter_groups: ClassVar[dict[str, str]] = {
+        "backbone": r"language_model\.layers\.\d+\." + QWEN3_PROJECTIONS,
+        "depth": r"local_transformer\.model\.layers\.\d+\." + QWEN3_PROJECTIONS,
+        "audio_heads": r"local_transformer\.local_lm_heads\.\d+",
+        "audio_embeddings": r"embed_tokens\.[1-9]\d*|local_transformer\.model\.embed_tokens\.\d+",
+    }
 
     @classmethod
     def recognises(cls, namespace: dict[str, Any]) -> bool:
@@ -77,6 +93,16 @@ class RealtimeFamily(Family):
     def unread_embeddings(self, model: Any) -> Sequence[tuple[nn.Module, str]]:
         # The backbone is always called with inputs_embeds; its own table only has to be in the checkpoint.
         return ((model.language_model, "embed_tokens"),)
+
+    def record_rules(self, config: Any) -> RecordRules:
+        # Codes from the pad code on are the family's own marks. System and voice prompt are
+        # 430 bytes; the processor can be given another.
+        return RecordRules(
+            layout="conversation",
+            code_limits=(getattr(config, "audio_pad_token", 1024),) * getattr(config, "rvq", 16),
+            template_bytes=600,
+            loose_shape=True,
+        )
 
     def training_output(self, model: Any, batch: dict[str, Any], context: TrainingContext) -> LossOutput:
         labels = batch["labels"][..., 1:]

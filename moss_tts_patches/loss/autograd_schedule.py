@@ -21,7 +21,7 @@ from .cross_entropy import (
 )
 from .problem import Channel, FrameLoss, Stage
 from .random_state import RandomState
-from .rows import masked_lookup
+from .rows import masked_embedding
 
 if TYPE_CHECKING:
     from .engine import EngineOptions
@@ -44,10 +44,7 @@ def channel_sums(problem: FrameLoss, hidden: torch.Tensor, options: EngineOption
 
 def _differentiable_inputs(problem: FrameLoss, hidden: torch.Tensor) -> torch.Tensor:
     """The depth model's inputs ``[frames, positions, hidden]`` with a graph."""
-    by_position = {
-        lookup.position: masked_lookup(lookup.weight, lookup.ids, lookup.table.padding_idx)
-        for lookup in problem.lookups
-    }
+    by_position = {lookup.position: masked_embedding(lookup.table, lookup.ids) for lookup in problem.lookups}
     parts = [hidden, *(by_position[position] for position in range(1, problem.positions))]
     dtype = parts[0].dtype
     for part in parts[1:]:

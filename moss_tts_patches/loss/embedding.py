@@ -9,17 +9,18 @@ import torch
 from torch import nn
 
 from ..optim.gradients import GradientStore
-from .rows import masked_lookup, sum_rows_by_id
+from .rows import is_plain_table, masked_embedding, masked_lookup, sum_rows_by_id
 
 
-def summed_embeddings(tables: Sequence[nn.Embedding], ids: torch.Tensor, store: GradientStore) -> torch.Tensor:
+def summed_embeddings(tables: Sequence[nn.Module], ids: torch.Tensor, store: GradientStore) -> torch.Tensor:
     """Adds up one embedding per channel, keeping nothing but the ids for the backward.
 
     Autograd would hold a dense gradient per table from the depth model's backward to the end of the backbone's:
     0.58 GiB for MOSS-TTS-Local's text table alone. Here a table's gradient is the rows that were looked up.
 
     Args:
-        tables: one embedding per channel, weights ``[entries, hidden]``.
+        tables: one embedding per channel, weights ``[entries, hidden]``. Those that carry an adapter go through
+            autograd, which keeps little of them: an adapter's gradient is ``rank`` wide.
         ids: ``[batch, positions, channels]`` int64; ``IGNORE_INDEX`` adds nothing.
         store: receives the rows when the backward arrives.
 
@@ -29,7 +30,18 @@ def summed_embeddings(tables: Sequence[nn.Embedding], ids: torch.Tensor, store: 
 
     Source: upstream ``moss_tts_local/modeling_moss_tts.py``, ``MosiTTSModel._prepare_multi_modal_inputs``.
     """
-    trainable = any(cast(nn.Parameter, table.weight).requires_grad for table in tables)
+    plain = [channel for channel, table in enumerate(tables) if is_plain_table(table)]
+    total = _summed_plain([cast(nn.Embedding, tables[c]) for c in plain], ids[..., plain], store) if plain else None
+    for channel, table in enumerate(tables):
+        if channel not in plain:
+            found = masked_embedding(table, ids[..., channel].reshape(-1)).view(*ids.shape[:-1], -1)
+            total = found if total is None else total + found
+    assert total is not None  # a family passes at least one table
+    return total
+
+
+def _summed_plain(tables: Sequence[nn.Embedding], ids: torch.Tensor, store: GradientStore) -> torch.Tensor:
+    trainable = any(table.weight.requires_grad for table in tables)
     # The tables are no inputs of the function: autograd would announce an (undefined) gradient for each of them. The
     # anchor is what makes the result differentiable.
     anchor = torch.zeros((), device=ids.device, requires_grad=trainable)

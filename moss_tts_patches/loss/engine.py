@@ -108,9 +108,8 @@ class LossEngine:
         counts: dict[nn.Parameter, int] = {}
         if self.options.schedule != "autograd":
             for lookup in problem.lookups:
-                weight = lookup.weight
-                if weight.requires_grad:
-                    counts[weight] = counts.get(weight, 0) + 1
+                for parameter in lookup.trained_parameters():
+                    counts[parameter] = counts.get(parameter, 0) + 1
         return counts
 
 
@@ -148,4 +147,4 @@ def _wants_gradients(problem: FrameLoss) -> bool:
     if any(next(stage.trainable_parameters(), None) is not None for stage in stages if stage is not None):
         return True
     heads_train = any(p.requires_grad for channel in problem.channels for p in channel.projection.parameters())
-    return heads_train or any(lookup.weight.requires_grad for lookup in problem.lookups)
+    return heads_train or any(lookup.trained_parameters() for lookup in problem.lookups)

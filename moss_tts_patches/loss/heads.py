@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -17,8 +18,8 @@ from .cross_entropy import (
     cross_entropy_sum,
     cross_entropy_weight_gradient,
 )
-from .problem import Channel, FrameLoss
-from .rows import masked_lookup, sum_rows_by_id
+from .problem import Channel, FrameLoss, Lookup
+from .rows import is_plain_table, masked_embedding, sum_rows_by_id
 
 __all__ = ["LOGITS_AT_ONCE", "DeferredWeight", "channel_sums", "depth_inputs", "head_gradients"]
 
@@ -64,21 +65,33 @@ def depth_inputs(problem: FrameLoss, hidden: torch.Tensor, rows: slice) -> torch
     first = hidden[rows]
     dtype = first.dtype
     for lookup in problem.lookups:
-        dtype = torch.promote_types(dtype, lookup.weight.dtype)
+        dtype = torch.promote_types(dtype, lookup.dtype)
     inputs = first.new_zeros((first.shape[0], problem.positions, first.shape[1]), dtype=dtype)
     inputs[:, 0] = first
     for lookup in problem.lookups:
-        inputs[:, lookup.position] = masked_lookup(lookup.weight.detach(), lookup.ids[rows])
+        with torch.no_grad():
+            inputs[:, lookup.position] = masked_embedding(lookup.table, lookup.ids[rows])
     return inputs
 
 
 def add_lookup_gradients(problem: FrameLoss, gradients: torch.Tensor, store: GradientStore) -> None:
     """Hands the gradients of the depth model's inputs ``[frames, positions, hidden]`` to the embedding tables."""
     for lookup in problem.lookups:
-        weight = lookup.weight
-        if weight.requires_grad:
-            ids, rows = sum_rows_by_id(lookup.ids, gradients[:, lookup.position], lookup.table.padding_idx)
-            store.add_rows(weight, ids, rows)
+        gradient = gradients[:, lookup.position]
+        if not is_plain_table(lookup.table):
+            _through_adapter(lookup, gradient)
+        elif lookup.table.weight.requires_grad:
+            ids, rows = sum_rows_by_id(lookup.ids, gradient, lookup.table.padding_idx)
+            store.add_rows(cast(nn.Parameter, lookup.table.weight), ids, rows)
+
+
+def _through_adapter(lookup: Lookup, gradient: torch.Tensor) -> None:
+    """A table that is more than a matrix: autograd knows its gradients."""
+    with forward_precision(gradient.device):
+        found = masked_embedding(lookup.table, lookup.ids)
+    if found.requires_grad:
+        with backward_precision(gradient.device):
+            torch.autograd.backward(found, gradient.to(found.dtype))
 
 
 @dataclass

@@ -42,7 +42,7 @@ class Lookup:
     """One codebook's embedding as an input position of the depth model.
 
     Attributes:
-        table: the embedding, weight ``[entries, hidden]``.
+        table: the embedding, weight ``[entries, hidden]``, or what PEFT made of it.
         ids: ``[frames]`` int64; ``IGNORE_INDEX`` gives a zero vector.
         position: where in the depth model's input it stands (position 0 is the backbone's hidden state).
     """
@@ -52,8 +52,12 @@ class Lookup:
     position: int
 
     @property
-    def weight(self) -> nn.Parameter:
-        return cast(nn.Parameter, self.table.weight)
+    def dtype(self) -> torch.dtype:
+        return self.table.weight.dtype
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        """Returns what is trained of the table: its weight, or an adapter's."""
+        return [parameter for parameter in self.table.parameters() if parameter.requires_grad]
 
 
 @dataclass(frozen=True)

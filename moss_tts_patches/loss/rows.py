@@ -9,8 +9,28 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from .problem import IGNORE_INDEX
+
+
+def is_plain_table(table: nn.Module) -> bool:
+    """Whether the embedding is nothing but a matrix, so that its gradient may be written as rows."""
+    return type(table) is nn.Embedding and len(table._forward_hooks) == 0
+
+
+def masked_embedding(table: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Embeds ``ids`` through the module itself, adapter included; a zero vector where nothing is supervised.
+
+    Args:
+        table: an embedding, or what PEFT made of it.
+        ids: ``[frames]`` int64, may hold ``IGNORE_INDEX``.
+
+    Returns:
+        ``[frames, hidden]``, differentiable by whatever the module trains.
+    """
+    present = ids != IGNORE_INDEX
+    return table(torch.where(present, ids, 0)).masked_fill(~present.unsqueeze(-1), 0)
 
 
 def masked_lookup(weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:

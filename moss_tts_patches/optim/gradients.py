@@ -59,6 +59,7 @@ class GradientStore:
         self._names: dict[nn.Parameter, str] = {}
         self._sums: dict[nn.Parameter, ChunkSum] = {}
         self._counts: dict[nn.Parameter, int] = {}
+        self._received: set[nn.Parameter] = set()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def attach(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -149,6 +150,7 @@ class GradientStore:
             want, got = expected.get(parameter, 1), self._counts.get(parameter, 0)
             if want != got:
                 wrong.append(f"{name} (expected {want}, got {got})")
+        self._received.update(self._counts)
         self._counts.clear()
         if wrong:
             shown = ", ".join(wrong[:10]) + (f" and {len(wrong) - 10} more" if len(wrong) > 10 else "")
@@ -157,6 +159,10 @@ class GradientStore:
                 f"them: {shown}. The weights were not touched. This is a fault of the layer or an upstream change: "
                 "set MOSS_LOWMEM_SCHEDULE=autograd MOSS_LOWMEM_GRADIENTS=device to train without it, and report it."
             )
+
+    def has_received(self, parameter: nn.Parameter) -> bool:
+        """Whether any micro-batch so far has brought the parameter a gradient."""
+        return parameter in self._received
 
     # -- gradient source of the optimizer ------------------------------------------------------------------------
 

@@ -36,8 +36,13 @@ def lowmem_accelerator(base: type, session: Session) -> type:
 
         def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
             session.before_backward()
-            super().backward(loss, **kwargs)
+            with session.watch.guard.phase("backward"):
+                super().backward(loss, **kwargs)
             session.after_backward()
+
+        def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+            own = session.state_dict()
+            return super().get_state_dict(model, unwrap) if own is None else own
 
         def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
             self.unscale_gradients()

@@ -87,7 +87,17 @@ def whole_folder(destination: Path, say: Callable[[str], None] = _ignore) -> Ite
         say(f"could not remove the checkpoint that {destination.name} replaced: {error.strerror or error}")
 
 
-def saving_whole(save: Callable[..., Any], say: Callable[[str], None] = _ignore) -> Callable[..., Any]:
+def name_in_the_end(folder: Path) -> str:
+    """Returns the name that a folder lent by :func:`whole_folder` will have."""
+    match = _LEFT_BEHIND.fullmatch(folder.name)
+    return match["name"] if match else folder.name
+
+
+def saving_whole(
+    save: Callable[..., Any],
+    say: Callable[[str], None] = _ignore,
+    saved: Callable[[Path], None] = lambda checkpoint: None,
+) -> Callable[..., Any]:
     """Wraps a trainer's ``save_checkpoint`` so that its ``output_dir`` appears as a whole.
 
     One process only: with several, all would have to be given the main one's folder.
@@ -95,6 +105,7 @@ def saving_whole(save: Callable[..., Any], say: Callable[[str], None] = _ignore)
     Args:
         save: takes ``accelerator`` and ``output_dir`` among its arguments.
         say: see :func:`whole_folder`.
+        saved: is given the checkpoint's folder once it is whole.
     """
     signature = inspect.signature(save)
 
@@ -103,7 +114,8 @@ def saving_whole(save: Callable[..., Any], say: Callable[[str], None] = _ignore)
         call = signature.bind(*args, **options)
         accelerator = call.arguments["accelerator"]
         accelerator.wait_for_everyone()
-        with whole_folder(Path(call.arguments["output_dir"]), say) as folder:
+        destination = Path(call.arguments["output_dir"])
+        with whole_folder(destination, say) as folder:
             call.arguments["output_dir"] = folder
             result = save(*call.args, **call.kwargs)
             if not folder.is_dir():
@@ -112,6 +124,7 @@ def saving_whole(save: Callable[..., Any], say: Callable[[str], None] = _ignore)
                     "moss_tts_patches, or train with MOSS_LOWMEM=0."
                 )
         accelerator.wait_for_everyone()
+        saved(destination)
         return result
 
     return save_checkpoint
