@@ -199,5 +199,9 @@ if [[ "$MOSS_LOWMEM" == 1 ]]; then
   log "family=$family upstream=$repo python=$python"
 fi
 
-# 6. From here it is upstream's own script.
+# 6. From here it is upstream's own script. With the layer a small process stays above it: it passes signals on, and says
+#    whether memory was full if the system kills the training, which can say nothing itself then.
+if [[ "$MOSS_LOWMEM" == 1 ]]; then
+  exec "$python" -m moss_tts_patches.launch.supervise bash "$family/finetuning/run_train.sh"
+fi
 exec bash "$family/finetuning/run_train.sh"

@@ -13,6 +13,7 @@ import typer
 from launcher import BIN, PROJECT, environment_of, listing, make_bare_python, make_program
 
 from moss_tts_patches import __version__, cli
+from moss_tts_patches.memory.readings import is_wsl
 
 PROGRAM = str(BIN / "moss-lowmem")
 SHOW = (
@@ -62,12 +63,31 @@ def test_the_command_gets_the_layer(given: dict[str, str], expected: dict[str, o
     assert {name: shown[name] for name in expected} == expected
 
 
-def test_the_command_replaces_the_process() -> None:
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_only_without_the_layer_the_command_replaces_the_process(switch: str) -> None:
+    """With it somebody has to be left who can say why the command was killed."""
     with subprocess.Popen(
-        [PROGRAM, "run", "python", "-c", SHOW], env=environment_of(), stdout=subprocess.PIPE
+        [PROGRAM, "run", "python", "-c", SHOW], env=environment_of(MOSS_LOWMEM=switch), stdout=subprocess.PIPE
     ) as process:
         output, _ = process.communicate()
-    assert json.loads(output)["pid"] == process.pid
+    assert (json.loads(output)["pid"] == process.pid) == (switch == "0")
+
+
+def test_a_kill_is_explained_with_the_layer_only() -> None:
+    for switch, status in (("1", 137), ("0", -9)):
+        done = run("run", "sh", "-c", "kill -9 $$", environment=environment_of(MOSS_LOWMEM=switch))
+        assert done.returncode == status
+        assert ("killed by the system (SIGKILL" in done.stderr) == (switch == "1")
+
+
+def test_the_allocator_is_set_up_for_the_command_unless_the_user_did() -> None:
+    code = "import os; print({name: value for name, value in os.environ.items() if name.endswith('ALLOC_CONF')})"
+    shown = run("run", "python", "-c", code).stdout
+    assert "expandable_segments:True" in shown or is_wsl()
+    users = environment_of(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64")
+    expected = "{'PYTORCH_CUDA_ALLOC_CONF': 'max_split_size_mb:64'}\n"
+    assert run("run", "python", "-c", code, environment=users).stdout == expected
+    assert run("run", "python", "-c", code, environment=environment_of(MOSS_LOWMEM="0")).stdout == "{}\n"
 
 
 @pytest.mark.parametrize("command", [["sh", "-c", "exit 7"], ["python", "-c", "raise SystemExit(7)"]])

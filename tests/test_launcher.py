@@ -60,6 +60,15 @@ def test_status_of_the_official_script_passes_through(checkout: Path) -> None:
     assert launch(checkout, environment_of(EXIT_STATUS="7")).status == 7
 
 
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_a_killed_training_is_explained(checkout: Path, switch: str) -> None:
+    script = checkout / "moss_tts_local" / "finetuning" / "run_train.sh"
+    script.write_text("kill -9 $$\n")
+    done = launch(checkout, environment_of(MOSS_LOWMEM=switch))
+    assert done.status == (137 if switch == "1" else -9)
+    assert ("[lowmem] The command was killed by the system (SIGKILL" in done.stderr) == (switch == "1")
+
+
 @pytest.mark.parametrize(
     "before", [None, "", "other", "other,moss_tts_patches", "moss_tts_patches", "moss_tts_patchesX"]
 )

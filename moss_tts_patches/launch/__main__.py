@@ -6,15 +6,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import os
 import sys
 
 from ..errors import EnvironmentProblem, LowMemError, SettingsError
 from ..settings import load_settings
-from .deepspeed import broken_deepspeed
+from .deepspeed import ask_deepspeed
 from .engine import Choice, choose_engine, visible_gpus
 from .families import family_problem
 
@@ -35,12 +33,11 @@ def prepare_engine(config_file: str) -> Choice:
     """Chooses the config, and refuses a deepspeed that would end the run when it saves.
 
     Raises:
-        LowMemError: see :func:`.engine.choose_engine` and :func:`.deepspeed.broken_deepspeed`.
+        LowMemError: see :func:`.engine.choose_engine` and :func:`.deepspeed.ask_deepspeed`.
     """
     wish = os.environ.get("MOSS_LOWMEM_ENGINE", "auto")
     choice = choose_engine(wish, config_file, functools.partial(visible_gpus, os.environ))
-    with contextlib.redirect_stdout(io.StringIO()):  # deepspeed logs to standard output, which carries the answer
-        problem = broken_deepspeed()
+    problem = ask_deepspeed(sys.executable)
     if problem is not None:
         raise EnvironmentProblem(problem)
     return choice

@@ -7,7 +7,17 @@ import importlib.metadata
 import importlib.util
 import os
 import shlex
+import subprocess
 import sys
+
+# Before the answer of the child process: deepspeed itself prints, too.
+_ANSWER = "moss_tts_patches found: "
+_ASK = (
+    f"from moss_tts_patches.launch.deepspeed import broken_deepspeed; print({_ANSWER!r} + (broken_deepspeed() or ''))"
+)
+
+# A sound deepspeed imports in 5 to 20 s; one that probes a compiler over a network file system takes longer.
+_SECONDS_ALLOWED = 180
 
 
 def broken_deepspeed() -> str | None:
@@ -35,3 +45,24 @@ def broken_deepspeed() -> str | None:
             f"{cause})."
         )
     return None
+
+
+def ask_deepspeed(python: str) -> str | None:
+    """The answer of :func:`broken_deepspeed` in a process of its own.
+
+    A deepspeed that crashes takes that process with it, and a sound one leaves nothing behind in this one.
+
+    Args:
+        python: the Python that trains.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        return None
+    try:
+        done = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=_SECONDS_ALLOWED)
+    except subprocess.TimeoutExpired:
+        return f"importing deepspeed took more than {_SECONDS_ALLOWED} s"
+    answers = [line for line in done.stdout.splitlines() if line.startswith(_ANSWER)]
+    if not answers:
+        last = (done.stderr.strip().splitlines() or ["nothing printed"])[-1]
+        return f"importing deepspeed ends the process (status {done.returncode}: {last})"
+    return answers[-1].removeprefix(_ANSWER) or None
