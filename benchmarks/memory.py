@@ -4,23 +4,18 @@
     MOSS_TTS_REPO=/path/to/MOSS-TTS python benchmarks/memory.py [--family moss_tts_delay] [--size 8b]
         [--positions 600 1500 3000] [--json FILE]
 
-No GPU, no weights, no download. Peaks are bytes of live storages, the optimizer step included; add about 1.5 GiB for
-the CUDA context, workspaces and the allocator's rounding.
+Every row is a full simulation, all layers, all chunks and the whole optimizer step: what the planner's short ones
+(benchmarks/ladders.py) are compared with. No GPU, no weights, no download. Peaks are bytes of live storages, the
+optimizer step included; add about 1.5 GiB for the CUDA context, workspaces and the allocator's rounding.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import importlib
-import importlib.util
 import json
 import os
 import platform
-import sys
 import time
-import types
-from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -32,9 +27,12 @@ import transformers
 from moss_tts_patches.families import FAMILIES
 from moss_tts_patches.families.family import Family
 from moss_tts_patches.memory.simulate import MicroBatch, Rung, StepFigures, simulate_rung, simulate_upstream
+from moss_tts_patches.memory.upstream_source import SOURCES, load_classes, trainer_options
 
 GIB = 2**30
 SUPERVISED_SHARE = 350 / 600  # of the positions: a 7 s reference and prompt before 28 s of speech, as in the design
+
+FIGURES = ("peak_bytes", "backward_peak_bytes", "host_bytes", "matmul_flops", "attention_flops")
 
 RUNGS = {
     "fused": Rung("fused"),
@@ -47,88 +45,19 @@ RUNGS = {
 }
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where a family's classes stand in the checkout, and the size that was released first.
-
-    Attributes:
-        trainer: the trainer's file where it computes the loss and switches checkpointing on, not the model.
-    """
-
-    folder: str
-    modules: tuple[str, str]
-    classes: tuple[str, str]
-    size: str
-    trainer: str | None = None
-
-
-SOURCES = {
-    "moss_tts_local": Source(
-        "moss_tts_local",
-        ("modeling_moss_tts", "configuration_moss_tts"),
-        ("MossTTSDelayModel", "MossTTSDelayConfig"),
-        "1.7b",
-    ),
-    "moss_tts_delay": Source(
-        "moss_tts_delay",
-        ("modeling_moss_tts", "configuration_moss_tts"),
-        ("MossTTSDelayModel", "MossTTSDelayConfig"),
-        "8b",
-    ),
-    "moss_tts_realtime": Source(
-        "moss_tts_realtime/mossttsrealtime",
-        ("modeling_mossttsrealtime", "configuration_mossttsrealtime"),
-        ("MossTTSRealtime", "MossTTSRealtimeConfig"),
-        "1.7b",
-    ),
-    "moss_tts_local_v1.5": Source(
-        "moss_tts_local_v1.5",
-        ("modeling_moss_tts", "configuration_moss_tts"),
-        ("MossTTSLocalModel", "MossTTSLocalConfig"),
-        "4b",
-        trainer="finetuning/sft.py",
-    ),
-}
-
-
-def load_upstream(repository: Path, source: Source) -> tuple[Any, Any]:
-    """Returns upstream's model and config classes, whatever their folder is called."""
-    package = types.ModuleType("upstream_model")
-    package.__path__ = [str(repository / source.folder)]
-    sys.modules["upstream_model"] = package
-    sys.dont_write_bytecode = True
-    found = (getattr(importlib.import_module(f"upstream_model.{m}"), c) for m, c in zip(source.modules, source.classes))
-    model_class, config_class = found
-    return model_class, config_class
-
-
-def trainer_functions(repository: Path, source: Source) -> dict[str, Any]:
-    """What :func:`simulate_upstream` needs of a trainer that does the model's work; by its own default choices."""
-    if source.trainer is None:
-        return {}
-    spec = importlib.util.spec_from_file_location("upstream_trainer", repository / source.folder / source.trainer)
-    assert spec is not None and spec.loader is not None
-    trainer = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(trainer)
-    checkpoint = functools.partial(
-        trainer.configure_gradient_checkpointing, scope="global", use_reentrant=False, impl="module_wrapper"
-    )
-    return {"forward": trainer.compute_supervised_loss, "enable_checkpointing": checkpoint}
-
-
 def measure(
     repository: Path, family: Family, size: str | None, positions: list[int], names: list[str]
 ) -> list[dict[str, Any]]:
     """Simulates every row of the table; one that upstream's trainer has no flag for is left out."""
     source = SOURCES[family.name]
-    model_class, config_class = load_upstream(repository, source)
-    own = trainer_functions(repository, source)
+    model_class, config_class = load_classes(repository / source.folder, source)
+    own = trainer_options(repository, source)
     names = [name for name in names if family.upstream_checkpoints or name != "upstream, checkpointing"]
     rows = []
     for count in positions:
         batch = MicroBatch(1, count, round(count * SUPERVISED_SHARE))
         for name in names:
-            config = family.full_size_config(config_class, size or source.size)
+            config = family.full_size_config(config_class, size or source.sizes[0])
             began = time.perf_counter()
             if name.startswith("upstream"):
                 checkpointing = "checkpointing" in name
@@ -136,9 +65,13 @@ def measure(
             else:
                 figures = simulate_rung(family, model_class, config, batch, RUNGS[name])
             seconds = time.perf_counter() - began
-            rows.append({"name": name, "positions": count, "supervised": batch.supervised, **asdict(figures)})
+            rows.append({"name": name, "positions": count, "supervised": batch.supervised, **_numbers(figures)})
             print(describe(name, batch, figures) + f"   ({seconds:.0f} s to simulate)", flush=True)
     return rows
+
+
+def _numbers(figures: StepFigures) -> dict[str, int]:
+    return {name: getattr(figures, name) for name in FIGURES}
 
 
 def describe(name: str, batch: MicroBatch, figures: StepFigures) -> str:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import EnvironmentProblem, SettingsError, ending_the_run
 from .families import FAMILIES, recognise_family
+from .families.family import Family
 from .launch.deepspeed import broken_deepspeed
+from .messages import Messages, language_of
 from .runtime.accelerator import lowmem_accelerator
 from .runtime.report import log
 from .runtime.saving import saving_whole
+from .runtime.watch import Surroundings
 from .session import Session
-from .settings import load_settings, parse_switch
+from .settings import Settings, load_settings, parse_switch
+
+if TYPE_CHECKING:
+    from .adapters.training import AdapterTraining
 
 
 def activate(trainer: ModuleType, parser: Any, arguments: list[str]) -> Session:
@@ -40,8 +50,16 @@ def activate(trainer: ModuleType, parser: Any, arguments: list[str]) -> Session:
     if problem is not None:
         raise EnvironmentProblem(problem)
     family.extend_parser(parser)
-    session = Session(settings, family, trainer, hyphenate(parser, arguments))
+    session = Session(
+        settings,
+        family,
+        trainer,
+        hyphenate(parser, arguments),
+        adapter_training(settings, family),
+        _surroundings(os.environ),
+    )
     patch_trainer(session)
+    patch_data(session)
     family.install(session)
     patch_saving(session)
     return session
@@ -74,11 +92,68 @@ def patch_trainer(session: Session) -> None:
     session.ledger.apply(trainer, "AdamW", AdamW, "8-bit states, stochastic rounding, gradient store")
 
 
+def patch_data(session: Session) -> None:
+    """Has the trainer's records checked as they are read, and keeps an eye on the loader that it makes of them."""
+    trainer = session.trainer
+    read, loader_class = trainer.load_jsonl_for_rank, trainer.DataLoader
+
+    @functools.wraps(read)
+    def load_jsonl_for_rank(spec: str, world_size: int, rank: int) -> Any:
+        return session.load_records(read, spec, world_size, rank)
+
+    @functools.wraps(loader_class, updated=())
+    def DataLoader(*args: Any, **options: Any) -> Any:
+        loader = loader_class(*args, **options)
+        session.data.loader_made(loader)
+        return loader
+
+    session.ledger.apply(trainer, "load_jsonl_for_rank", load_jsonl_for_rank, "records are checked as they are read")
+    session.ledger.apply(trainer, "DataLoader", DataLoader, "the longest records are tried first")
+
+
+def adapter_training(settings: Settings, family: Family) -> AdapterTraining | None:
+    """Returns the adapter side of the run, or None where all weights are trained."""
+    if settings.method == "full":
+        return None
+    # PEFT imports it, and it warns that a kernel for 4-bit inference on the CPU is missing, which nothing here needs.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    from .adapters.plan import AdapterPlan, options_from_file
+    from .adapters.training import AdapterTraining
+
+    rarer = options_from_file(settings.lora_config) if settings.lora_config is not None else {}
+    plan = AdapterPlan(
+        method=settings.method,
+        targets=settings.lora_targets,
+        also_train=settings.lora_also_train,
+        options={**rarer, **settings.adapter_options()},
+        start=settings.lora_init,
+        start_fixes=settings.chosen_adapter_options(),
+    )
+    return AdapterTraining(
+        plan,
+        family.adapter_groups,
+        family.name,
+        settings=settings.model_dump(mode="json"),
+        merge=settings.merge,
+        say=log,
+    )
+
+
 def patch_saving(session: Session) -> None:
     """Has the trainer write its checkpoints somewhere else until they are whole."""
     trainer = session.trainer
-    save_checkpoint = saving_whole(trainer.save_checkpoint, log)
+    save_checkpoint = session.guarded("save", saving_whole(trainer.save_checkpoint, log, session.checkpoint_saved))
     session.ledger.apply(trainer, "save_checkpoint", save_checkpoint, "a killed run leaves no half checkpoint")
+
+
+def _surroundings(environment: Mapping[str, str]) -> Surroundings:
+    readings = environment.get("MOSS_READINGS_FOLDER")  # of launch/supervise.py, which explains a kill with them
+    return Surroundings(
+        messages=Messages(language_of(environment)),
+        config_file=environment.get("ACCELERATE_CONFIG_FILE", ""),
+        readings_folder=Path(readings) if readings else None,
+        is_main=environment.get("RANK", "0") == "0",
+    )
 
 
 def _check_wanted_family(found: str) -> None:

@@ -11,9 +11,16 @@ from typing import NoReturn
 import typer
 
 from . import __version__
+from .commands.check_data import check_data
+from .commands.doctor import doctor
+from .commands.inspect import inspect
+from .commands.merge import merge
+from .commands.plan import plan
+from .commands.report import report
 from .launch.interpreter import activating_environment, problem_with, python_of
 
 BAD_INPUT = 2
+CANNOT_RUN = 126  # a shell's own status for a file that is no program
 NOT_FOUND = 127  # a shell's own status for a command that does not exist
 
 app = typer.Typer(
@@ -43,7 +50,8 @@ def options(
 def run(context: typer.Context) -> None:
     """Run CMD with the layer switched on: CMD [ARGUMENTS...].
 
-    It sets MOSS_LOWMEM=1 (unless you set it) and AUTOWRAPT_BOOTSTRAP for CMD and every process it starts.
+    It sets MOSS_LOWMEM=1 (unless you set it) and AUTOWRAPT_BOOTSTRAP for CMD and every process it starts, and says
+    afterwards whether memory was full if CMD is killed.
     """
     command = list(context.args)
     if not command:
@@ -57,9 +65,16 @@ def run(context: typer.Context) -> None:
         problem = problem_with(python, environment) if python is not None else None
         if problem is not None:
             _stop(problem, BAD_INPUT)
-    else:
-        environment = dict(os.environ)
-    _replace_process(program, command, environment)
+        _supervise(program, command, environment, python)
+    _replace_process(program, command, dict(os.environ))
+
+
+app.command("check-data")(check_data)
+app.command("doctor")(doctor)
+app.command("inspect")(inspect)
+app.command("merge")(merge)
+app.command("plan")(plan)
+app.command("report")(report)
 
 
 def _switched_on(environment: dict[str, str]) -> bool:
@@ -74,6 +89,17 @@ def _switched_on(environment: dict[str, str]) -> bool:
     except LowMemError as error:
         _stop(str(error), BAD_INPUT)
     return switched_on
+
+
+def _supervise(program: str, command: list[str], environment: dict[str, str], python: str | None) -> NoReturn:
+    from .launch.supervise import prepared_environment, supervise
+
+    sys.stdout.flush()
+    try:
+        status = supervise(program, command, prepared_environment(environment, python))
+    except OSError as error:
+        _stop(f"{command[0]}: {error.strerror or error}.", CANNOT_RUN)
+    raise typer.Exit(status)
 
 
 def _replace_process(program: str, command: list[str], environment: dict[str, str]) -> NoReturn:

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType
 from torch import nn
 
 from . import __version__
-from .errors import EnvironmentProblem, NumericsError, SeamError, SettingsError, ending_the_run
+from .data.install import DataOptions
+from .errors import EnvironmentProblem, NumericsError, SeamError, ending_the_run
 from .families.family import Family, TrainingContext, supervised_positions
 from .families.self_check import check_against_upstream
 from .ledger import Ledger
 from .loss.engine import EngineOptions, LossEngine
 from .loss.problem import IGNORE_INDEX
-from .memory.card import StorePlacement, StoreSizes, choose_placement
-from .memory.weight_parking import WeightParking
-from .optim import build_optimizer, build_store
+from .memory.card import StorePlacement
+from .optim import build_optimizer
 from .runtime.checkpointing import checkpoint_layers, layer_parameters
 from .runtime.parked import park_embedding
+from .runtime.precision import settle_precision
 from .runtime.report import GIB, StepClock, describe_module, describe_parameters, log, peak_memory
-from .runtime.saving import finish_interrupted_saves
+from .runtime.saving import finish_interrupted_saves, name_in_the_end
+from .runtime.stores import StoreRequest, build_stores
+from .runtime.training_data import TrainingData
+from .runtime.watch import MachineWatch, Surroundings
 from .settings import Settings
+
+if TYPE_CHECKING:
+    from .adapters.training import AdapterTraining
 
 
 class Session:
@@ -39,7 +46,15 @@ class Session:
         store: receives gradients once the model is loaded.
     """
 
-    def __init__(self, settings: Settings, family: Family, trainer: ModuleType, arguments: list[str]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        family: Family,
+        trainer: ModuleType,
+        arguments: list[str],
+        adapters: AdapterTraining | None = None,
+        surroundings: Surroundings | None = None,
+    ) -> None:
         self.settings, self.family, self.trainer = settings, family, trainer
         self.ledger = Ledger()
         self.arguments = arguments
@@ -48,12 +63,16 @@ class Session:
         self.accelerator: Any = None
         self.model: Any = None
         self.optimizer: Any = None
-        self.parking: WeightParking | None = None
+        self.adapters = adapters
+        self.data = TrainingData(DataOptions(settings.bad_records, settings.max_positions), family.record_rules, log)
+        self.watch = MachineWatch(surroundings or Surroundings(), log)
         self._output_folder = Path(".")
         self._upstream_forward: Any = None
+        self._arguments_parsed: Any = None
         self._said: set[str] = set()
         self._verified = False
         self._losses = 0
+        self._tried_longest = False
         self._parked_bytes = 0
         self._checkpointed_layers = 0
         self._checkpointing_asked = False
@@ -72,8 +91,20 @@ class Session:
         if reason is not None and self.schedule != "autograd":
             self.schedule = "autograd"
             log(f"schedule=autograd instead_of={self.settings.schedule} reason='{reason}'")
-        _refuse_half_precision_without_bf16(getattr(namespace, "mixed_precision", "no"))
+        self._arguments_parsed = namespace
+        settle_precision(namespace, full=self.adapters is None, log=log)
+        model_path = str(getattr(namespace, "model_path", ""))
+        if self.adapters is not None:
+            self.adapters.started(model_path, getattr(namespace, "learning_rate", None))
+        self.watch.started(self._output_folder)
+        if self.settings.preflight == "1":
+            self.watch.check(self._output_folder, model_path, self._whole_checkpoints())
         return namespace
+
+    def _whole_checkpoints(self) -> int:
+        """How many checkpoints of the model's size the run writes; adapters are small."""
+        saves = getattr(self._arguments_parsed, "num_epochs", 1) + self.family.extra_checkpoints
+        return saves if self.adapters is None else {"none": 0, "last": 1, "all": saves}[self.settings.merge]
 
     @ending_the_run()
     def accelerator_created(self, accelerator: Any) -> None:
@@ -94,13 +125,33 @@ class Session:
         self.engine_options = EngineOptions(schedule=self.schedule, chunk_frames=self.settings.chunk_frames)
 
     @ending_the_run()
+    def load_records(self, upstream: Any, spec: str, world_size: int, rank: int) -> Any:
+        """Reads and checks the records, in the place of the trainer's own reading."""
+        return self.data.load(
+            upstream,
+            vars(self.trainer),
+            self._arguments_parsed,
+            spec=spec,
+            processes=world_size,
+            rank=rank,
+            output_folder=self._output_folder,
+        )
+
+    @ending_the_run()
     def before_model_load(self, model_class: Any, config: Any) -> None:
         """Checks upstream's structure and mathematics while nothing expensive has happened."""
         self.family.check_class(model_class)
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
-            self.family.check_structure(model_class(config))
+            structure = model_class(config)
+        self.family.check_structure(structure)
+        if self.adapters is not None:
+            self.adapters.structure_known(structure, self.accelerator.mixed_precision, self.accelerator.device)
         if self.settings.checks_itself:
             check_against_upstream(self.family, model_class, config, self._upstream_forward, self.engine_options)
+
+    def loading_options(self) -> dict[str, Any]:
+        """What ``from_pretrained`` is given besides the trainer's own arguments."""
+        return self.adapters.loading_options() if self.adapters is not None else {}
 
     @ending_the_run()
     def model_loaded(self, model: Any) -> None:
@@ -108,42 +159,39 @@ class Session:
         self.model = model
         for parent, attribute in self.family.unread_embeddings(model):
             self._parked_bytes += park_embedding(parent, attribute)
+        if self.adapters is not None:
+            self.adapters.model_loaded(model, self.seed)
+            self.ledger.apply(model, "save_pretrained", self._save_adapter, "an adapter instead of the whole model")
         if self.settings.checkpoints_always or self._checkpointing_asked:
             self.enable_checkpointing()
         self._choose_stores()
 
     def _choose_stores(self) -> None:
         """Decides where gradients and states live, now that the model's size is known."""
-        device = self.accelerator.device
+        settings, device = self.settings, self.accelerator.device
+        request = StoreRequest(
+            StorePlacement(settings.gradients, settings.states, settings.weights),
+            host_gradient_dtype=getattr(torch, settings.host_gradient_dtype),
+            optimizer=settings.optimizer,
+            schedule=self.schedule,
+            checkpointed_layers=self._checkpointed_layers,
+            loss_scaler=self.accelerator.scaler is not None,
+            four_bit=settings.method == "qlora",
+        )
         card = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-        sizes = StoreSizes.of(self.model.parameters(), self.settings.optimizer)
-        wanted = StorePlacement(self.settings.gradients, self.settings.states, self.settings.weights)
-        self.placement = choose_placement(wanted, card, sizes)
-        self.store = build_store(self.placement.gradients, getattr(torch, self.settings.host_gradient_dtype))
-        self.engine = LossEngine(self.engine_options, self.store, self._weights_away())
+        self.stores = build_stores(
+            request, self.model, lambda: layer_parameters(self.family.backbone(self.model)), card
+        )
+        self.placement, self.store = self.stores.placement, self.stores.gradients
+        self.engine = LossEngine(self.engine_options, self.store, self.stores.weights_away)
         self.context = TrainingContext(
             engine=self.engine,
             direct=self.schedule != "autograd",
             loss_scale=self._loss_scale,
-            finite_empty_channels=self.settings.corrects("empty_channel_loss"),
+            finite_empty_channels=settings.corrects("empty_channel_loss"),
             say_once=self.say_once,
             summarise_labels=lambda labels: supervised_positions(labels, IGNORE_INDEX),
         )
-
-    def _weights_away(self) -> Callable[[], AbstractContextManager[None]]:
-        """Returns what takes the backbone's weights off the GPU during the loss."""
-        if self.placement.weights == "device":
-            return nullcontext
-        if self.schedule == "autograd" or not self._checkpointed_layers:
-            if self.settings.weights == "auto":
-                return nullcontext
-            raise SettingsError(
-                f"MOSS_LOWMEM_WEIGHTS=host with schedule {self.schedule} and {self._checkpointed_layers} checkpointed "
-                "layers: weights can only be away while no graph holds them. Expected schedule fused or staged, and "
-                "MOSS_LOWMEM_CHECKPOINTING=1."
-            )
-        self.parking = WeightParking(layer_parameters(self.family.backbone(self.model)))
-        return self.parking.away
 
     def enable_checkpointing(self) -> None:
         """What upstream's ``--gradient-checkpointing`` means here."""
@@ -163,13 +211,18 @@ class Session:
         self.optimizer = build_optimizer(
             self.settings.optimizer, named, self.store, self.placement.states, seed=self.seed, **options
         )
+        self.optimizer.register_step_pre_hook(self._before_step)
         self.optimizer.register_step_post_hook(self._after_step)
         return self.optimizer
 
+    def _before_step(self, *_: Any) -> None:
+        if self.adapters is not None and not self.clock.steps:
+            self.adapters.check_gradients(self.store)
+
     def _after_step(self, *_: Any) -> None:
         self.clock.step(time.perf_counter())
-        if self.parking is not None:
-            self.parking.weights_changed()
+        if self.stores.parking is not None:
+            self.stores.parking.weights_changed()
 
     def before_prepare(self, objects: tuple[Any, ...]) -> None:
         """Checks that what is prepared is what the layer built."""
@@ -191,19 +244,48 @@ class Session:
             )
         # Only now: on a GPU the weights have just left the host memory that is asked for here.
         self.store.attach((name, parameter) for parameter, name in self.optimizer.names.items())
-        self.optimizer.reserve_states()
+        with self.watch.guard.phase("optimizer state creation"):
+            self.optimizer.reserve_states()
+        can_park = self.schedule != "autograd" and self._checkpointed_layers and self.settings.method != "qlora"
+        parkable = list(layer_parameters(self.family.backbone(self.model))) if can_park else []
+        self.watch.model_ready(self.model, self.accelerator.device, self.stores, self.optimizer, parkable)
+        for item in prepared:
+            if getattr(item, "optimizer", None) is self.optimizer and hasattr(item, "zero_grad"):
+                item.step = self.watch.guard.within(self._name_of_step, item.step)
         self._report_start()
         atexit.register(self._report_end)
+
+    def _name_of_step(self) -> Any:
+        return "optimizer step" if self.clock.steps else "optimizer state creation"
 
     def forward(self, model: Any, batch: dict[str, Any]) -> Any:
         """One training forward of upstream's loop."""
         if not self._verified:
             self.ledger.verify()
             self._verified = True
+        if not self._tried_longest:
+            self._tried_longest = True
+            if self.settings.longest_first == "1" and torch.is_grad_enabled():
+                self._try_longest(model, batch)
         self.clock.start(time.perf_counter())
-        output = self.family.training_output(model, batch, self.context)
+        return self._training_forward(model, batch)
+
+    def _training_forward(self, model: Any, batch: dict[str, Any]) -> Any:
+        with self.watch.guard.phase("forward chunk"):
+            output = self.family.training_output(model, batch, self.context)
         self._losses += 1
         return output
+
+    def _try_longest(self, model: Any, batch: dict[str, Any]) -> None:
+        """Runs the longest records forward and backward before the first micro-batch; nothing of it stays."""
+
+        def run(longest: dict[str, Any]) -> None:
+            loss = self._training_forward(model, longest).loss.float()
+            # The trainer calls backward outside the autocast that the model's forward stands in.
+            with torch.autocast(self.accelerator.device.type, enabled=False):
+                self.accelerator.backward(loss)
+
+        self.data.try_longest(batch, run, self.optimizer.zero_grad)
 
     def before_backward(self) -> None:
         """A loss is about to be back-propagated: it must be ours."""
@@ -231,6 +313,37 @@ class Session:
             log(f"nonfinite_gradient step={self.clock.steps + 1} norm={total.item()} parameters={_shortened(names)}")
         self.store.clip(parameters, max_norm, total)
         return total
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor] | None:
+        """What is saved of the model where that is not all of it."""
+        if self.adapters is None or self.adapters.adapters is None:
+            return None
+        return self.adapters.adapters.state_dict()
+
+    def _save_adapter(self, save_directory: Any, *_: Any, is_main_process: bool = True, **__: Any) -> None:
+        """Takes the place of ``model.save_pretrained`` in the trainer's ``save_checkpoint``."""
+        if self.adapters is not None and is_main_process:
+            folder = Path(save_directory)
+            self.adapters.save(folder, name_in_the_end(folder), self.clock.steps)
+
+    def checkpoint_saved(self, checkpoint: Path) -> None:
+        """The trainer's ``save_checkpoint`` is done; ``checkpoint`` is whole."""
+        if self.adapters is not None:
+            last = self.family.is_last_checkpoint(checkpoint.name, self._arguments_parsed, self.clock.steps)
+            with ending_the_run():
+                self.adapters.saved(checkpoint, last)
+
+    def guarded(self, phase: Any, function: Any) -> Any:
+        """Returns ``function`` as a phase whose memory is reported when it runs out."""
+
+        @functools.wraps(function)
+        def within(*args: Any, **options: Any) -> Any:
+            with self.watch.guard.phase(phase):
+                return function(*args, **options)
+
+        return within
 
     # -- what the patches need -----------------------------------------------------------------------------------
 
@@ -283,26 +396,3 @@ class Session:
 
 def _shortened(names: list[str]) -> str:
     return ",".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
-
-
-def _refuse_half_precision_without_bf16(mixed_precision: str) -> None:
-    """Full training needs bf16 or fp32 weights.
-
-    Raises:
-        EnvironmentProblem: the GPU and ``--mixed-precision`` leave no way to update the weights.
-    """
-    if not torch.cuda.is_available() or mixed_precision == "no":
-        return
-    major, minor = torch.cuda.get_device_capability()
-    name = torch.cuda.get_device_name()
-    if mixed_precision == "fp16":
-        raise EnvironmentProblem(
-            "--mixed-precision fp16: upstream loads the weights themselves in fp16, and a loss scaler cannot unscale "
-            "fp16 gradients. Expected bf16 (compute capability 8.0 or more; "
-            f"{name} has {major}.{minor}) or no (float32)."
-        )
-    if major < 8:
-        raise EnvironmentProblem(
-            f"--mixed-precision bf16: {name} has compute capability {major}.{minor} and no bf16 arithmetic (8.0 and "
-            "more have it). Expected --mixed-precision no, which trains float32 weights at twice the memory."
-        )

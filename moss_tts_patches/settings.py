@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from .errors import SettingsError
@@ -37,6 +39,27 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore", env_ignore_empty=False)
 
+    method: Literal["full", "lora", "qlora"] = Field(
+        "full", description="what is trained: all weights, adapters, or adapters on a base in 4 bit"
+    )
+    lora_targets: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="modules that get an adapter: backbone, depth, adapters, audio_heads, audio_embeddings, or any "
+        "pattern of PEFT's, separated by commas; by default backbone and depth",
+    )
+    lora_rank: int = Field(16, ge=1, le=4096, description="rank of the adapters")
+    lora_alpha: int = Field(32, ge=1, description="an adapter's output counts alpha / rank times")
+    lora_dropout: float = Field(0.05, ge=0, lt=1, description="dropout before an adapter")
+    lora_rslora: Literal["0", "1"] = Field("0", description="scale by alpha / sqrt(rank) instead (rank-stabilised)")
+    lora_dora: Literal["0", "1"] = Field("0", description="train a magnitude beside the direction (DoRA)")
+    lora_config: Path | None = Field(None, description="JSON file with rarer options of PEFT's LoraConfig")
+    lora_init: Path | None = Field(None, description="folder of a PEFT adapter to start from")
+    lora_also_train: Annotated[tuple[str, ...], NoDecode] = Field(
+        (), description="weights trained beside the adapters: norms, audio_embeddings, audio_heads or adapters"
+    )
+    merge: Literal["last", "all", "none"] = Field(
+        "last", description="which adapter checkpoints also get a merged folder that upstream loads as it is"
+    )
     schedule: Literal["fused", "staged", "autograd"] = Field(
         "staged", description="how the loss is computed: fused (fewest FLOPs), staged (least memory), autograd"
     )
@@ -68,6 +91,32 @@ class Settings(BaseSettings):
         "1", description="compare our loss and gradients with upstream's on a shrunken model before loading"
     )
 
+    bad_records: Literal["stop", "skip"] = Field(
+        "stop", description="faulty records: stop with a list of them, or train without them (skipped_records.jsonl)"
+    )
+    max_positions: int | None = Field(None, ge=1, description="leave out records with more positions")
+    longest_first: Literal["0", "1"] = Field(
+        "1", description="try the longest records before the first step, so that memory fails at once or never"
+    )
+    preflight: Literal["0", "1"] = Field(
+        "1", description="check disk, output folder and machine before anything is loaded"
+    )
+
+    @field_validator("lora_targets", "lora_also_train", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return split_list(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _adapter_settings_need_adapters(self) -> Settings:
+        given = sorted(name for name in self.model_fields_set if name.startswith("lora_") or name == "merge")
+        if self.method == "full" and given:
+            raise ValueError(
+                f"{PREFIX}{given[0].upper()} is set, but {PREFIX}METHOD is full, which trains no adapter. Set "
+                f"{PREFIX}METHOD=lora or qlora, or unset it"
+            )
+        return self
+
     @field_validator("corrections", mode="before")
     @classmethod
     def _split_corrections(cls, value: object) -> object:
@@ -92,6 +141,23 @@ class Settings(BaseSettings):
     def checks_itself(self) -> bool:
         return self.self_check == "1"
 
+    def adapter_options(self) -> dict[str, Any]:
+        """Keyword arguments of PEFT's ``LoraConfig`` that have a setting of their own."""
+        return {
+            "r": self.lora_rank,
+            "lora_alpha": self.lora_alpha,
+            "lora_dropout": self.lora_dropout,
+            "use_rslora": self.lora_rslora == "1",
+            "use_dora": self.lora_dora == "1",
+        }
+
+    def chosen_adapter_options(self) -> frozenset[str]:
+        """Names of those of :meth:`adapter_options` that the user set."""
+        fields = ("lora_rank", "lora_alpha", "lora_dropout", "lora_rslora", "lora_dora")
+        return frozenset(
+            option for option, name in zip(self.adapter_options(), fields) if name in self.model_fields_set
+        )
+
     def corrects(self, name: str) -> bool:
         """Whether the named correction is on.
 
@@ -100,6 +166,12 @@ class Settings(BaseSettings):
         """
         CORRECTIONS[name]
         return name in self.corrections
+
+
+def split_list(value: str) -> tuple[str, ...]:
+    """Splits at commas, except within the brackets of a regular expression."""
+    parts = re.split(r",(?![^{}\[\]()]*[}\])])", value)
+    return tuple(part.strip() for part in parts if part.strip())
 
 
 def parse_switch(environment: Mapping[str, str]) -> bool:
@@ -136,6 +208,7 @@ def load_settings() -> Settings:
 def _describe(error: ValidationError) -> str:
     parts = []
     for item in error.errors():
-        name = PREFIX + str(item["loc"][0]).upper()
-        parts.append(f"{name}={item['input']!r}: {item['msg'].removeprefix('Value error, ')}")
+        message = item["msg"].removeprefix("Value error, ")
+        name = PREFIX + str(item["loc"][0]).upper() if item["loc"] else ""
+        parts.append(f"{name}={item['input']!r}: {message}" if name else message)
     return "; ".join(parts) + "."

@@ -76,7 +76,10 @@ LAYERS = {
     "memory/flops": set(),
     "optim": {"errors", "memory", "optim"},
     "loss": {"errors", "optim", "loss"},
-    "families": {"errors", "loss", "optim", "families", "ledger"},
+    "data": {"errors", "data"},
+    "messages": {"message_texts"},
+    "doctor": {"errors", "doctor", "launch", "memory", "messages"},
+    "families": {"data", "errors", "loss", "optim", "families", "ledger"},
 }
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from small_models import FAMILY, Ours, speech_batch, tiny_model
+from tolerances import TOLERANCES
 from torch import nn
 
 from moss_tts_patches.memory import simulate
@@ -17,6 +20,9 @@ from moss_tts_patches.memory.placement import announce_host, empty_host
 from moss_tts_patches.memory.simulate import MicroBatch, Rung, simulate_rung
 from moss_tts_patches.memory.tracker import StorageTracker
 from moss_tts_patches.optim.gradients import DeviceGradients
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from live_bytes import LiveBytes
 
 KIB = 1024
 
@@ -76,7 +82,7 @@ def real_step(rung, frames):
         optimizer = simulate.build_optimizer(
             rung.optimizer, list(model.named_parameters()), store, rung.states, seed=0, lr=1e-5, betas=(0.9, 0.95)
         )
-        simulate._bring_about_second_micro_batch(model, optimizer, rung)
+        simulate._bring_about_second_micro_batch(model, optimizer, rung, tracker)
         ours = Ours(rung.schedule, chunk_frames=7, logits_at_once=2**24, store=store, scale=0.5)
         batch = speech_batch(frames)
         batch["labels"][:, :4] = -100
@@ -117,3 +123,26 @@ def test_the_figures_see_one_gradient_that_stays():
         hoarded = simulate_rung(*arguments).peak_bytes
     text_head = model.lm_heads[0].weight.numel() * 2
     assert hoarded - clean >= text_head
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_the_tracker_counts_what_is_really_alive(extra):
+    """In a real step; with one gradient that something else keeps, both see it."""
+    kept = []
+    model = tiny_model(torch.bfloat16)
+    with LiveBytes() as alive:
+        before = alive.read().device - sum(p.numel() * p.element_size() for p in model.parameters())
+        with StorageTracker() as tracker:
+            tracker.watch([*model.parameters(), *model.buffers()])
+            ours = Ours("staged", chunk_frames=7)
+            ours.store.attach(model.named_parameters())
+            loss = ours.loss(model, speech_batch(20))
+            loss.backward()
+            ours.store.end_micro_batch(ours.context.expected_contributions)
+            kept += [model.lm_heads[0].weight.grad.clone()] * extra
+            found, counted = alive.read().device - before, tracker.live_bytes
+    assert counted == pytest.approx(found, rel=TOLERANCES["tracker_relative"])
+    gradients = sum(p.grad.numel() * p.grad.element_size() for p in model.parameters() if p.grad is not None)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    hoarded = counted > (weights + gradients) * (1 + TOLERANCES["tracker_relative"])
+    assert hoarded == bool(extra)

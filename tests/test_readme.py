@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ import pytest
 from moss_tts_patches.settings import CORRECTIONS, PREFIX, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+import write_settings  # noqa: E402
+
 READMES = ("README.md", "README_zh.md")
 GIB, TFLOP = 2**30, 10**12
 ROWS = (
@@ -36,15 +40,26 @@ def table_rows(text, first_cell):
 
 
 @pytest.mark.parametrize("name", READMES)
-def test_every_setting_stands_in_the_table_with_its_default(name):
+def test_the_settings_in_the_table_exist_and_have_that_default(name):
     rows = {row[0].strip("`"): row[1] for row in table_rows(text_of(name), r"\| `MOSS_LOWMEM\w*` \|")}
-    for field, info in Settings.model_fields.items():
-        values = rows[PREFIX + field.upper()]
-        default = "all" if field == "corrections" else str(info.default)
-        assert values.startswith(f"`{default}`"), (field, values)
-    assert {"MOSS_LOWMEM", "MOSS_LOWMEM_FAMILY", "MOSS_LOWMEM_ENGINE"} <= rows.keys()
-    unknown = rows.keys() - {PREFIX + field.upper() for field in Settings.model_fields}
-    assert unknown == {"MOSS_LOWMEM", "MOSS_LOWMEM_FAMILY", "MOSS_LOWMEM_ENGINE"}
+    fields = {PREFIX + field.upper(): (field, info) for field, info in Settings.model_fields.items()}
+    for variable, values in rows.items():
+        if variable in fields:
+            default = write_settings.default_of(*fields[variable])
+            assert values.startswith(f"`{default}`"), (variable, values)
+    assert rows.keys() - fields.keys() == {"MOSS_LOWMEM", "MOSS_LOWMEM_FAMILY", "MOSS_LOWMEM_ENGINE"}
+    named = set(re.findall(r"MOSS_LOWMEM_[A-Z0-9_]+", text_of(name)))
+    assert named <= fields.keys() | rows.keys()
+
+
+def test_both_tables_have_the_same_rows():
+    first, second = ([row[0] for row in table_rows(text_of(name), r"\| `MOSS_\w+` \|")] for name in READMES)
+    assert first == second
+
+
+def test_the_page_of_settings_is_written_from_the_settings():
+    """Reproduce with ``python docs/write_settings.py``."""
+    assert write_settings.PATH.read_text(encoding="utf-8") == write_settings.text()
 
 
 @pytest.mark.parametrize("name", READMES)
@@ -68,6 +83,62 @@ def test_the_memory_table_is_what_was_measured(name):
     long = {row["name"]: row["peak_bytes"] / GIB for row in measured if row["positions"] == 3000}
     assert f"{long[ROWS[-1]]:.1f} GiB" in text_of(name)
     assert f"{long['upstream, checkpointing']:.1f}" in text_of(name)
+
+
+CARD_COLUMNS = (
+    ("moss_tts_local", "1.7b", "local"),
+    ("moss_tts_local_v1.5", "4b", "local-v1.5"),
+    ("moss_tts_realtime", "1.7b", "realtime-1.7b"),
+    ("moss_tts_delay", "8b", "delay-8b"),
+)
+CARD_ROWS = {
+    "all weights, stores and idle weights in RAM": "staged, both and idle weights on host",
+    "全参，存储与闲置权重在内存": "staged, both and idle weights on host",
+    "all weights, stores in RAM": "staged, both on host",
+    "全参，存储在内存": "staged, both on host",
+    "all weights, gradients in RAM": "staged, gradients on host",
+    "全参，梯度在内存": "staged, gradients on host",
+    "all weights, `fused`": "fused",
+    "全参 `fused`": "fused",
+    "all weights, `staged`": "staged",
+    "全参 `staged`": "staged",
+}
+BESIDE_THE_STEP_GIB = 1.5
+
+
+def adapter_peaks(method):
+    rows = json.loads((ROOT / "benchmarks/results/adapters.json").read_text())["rows"]
+    return {(row["family"], row["size"]): row["peak_bytes"] / GIB for row in rows if row["method"] == method}
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_table_of_cards_is_what_was_measured_and_fits(name):
+    rows = table_rows(text_of(name), r"\| \d+ GB \|")
+    assert [row[0] for row in rows] == ["6 GB", "8 GB", "12 GB", "16 GB", "24 GB"]
+    for card, *cells in rows:
+        for cell, (family, size, file) in zip(cells, CARD_COLUMNS, strict=True):
+            if not cell:
+                continue
+            what, peak = re.fullmatch(r"(.*) ([\d.]+) GiB", cell).groups()
+            if what == "QLoRA":
+                measured = adapter_peaks("qlora")[family, size]
+            else:
+                figures = json.loads((ROOT / f"benchmarks/results/memory-{file}.json").read_text())["rows"]
+                [measured] = [
+                    row["peak_bytes"] / GIB
+                    for row in figures
+                    if row["name"] == CARD_ROWS[what] and row["positions"] == 600
+                ]
+            assert peak == f"{measured:.1f}"
+            assert measured + BESIDE_THE_STEP_GIB <= int(card.split()[0])
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_peaks_of_adapters_are_what_was_measured(name):
+    for method in ("lora", "qlora"):
+        peaks = [f"{adapter_peaks(method)[family, size]:.1f}" for family, size, _ in CARD_COLUMNS]
+        pattern = r"\D+".join(re.escape(peak) for peak in peaks) + r" GiB"
+        assert re.search(pattern, text_of(name)), (method, peaks)
 
 
 FAMILY_FIGURES = ("delay-8b", "delay-1.7b", "local-v1.5", "realtime-1.7b")

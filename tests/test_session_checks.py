@@ -13,6 +13,8 @@ from moss_tts_patches.errors import EnvironmentProblem, SettingsError
 from moss_tts_patches.families.local import LocalFamily
 from moss_tts_patches.memory.card import StorePlacement, StoreSizes, choose_placement
 from moss_tts_patches.optim.gradients import DeviceGradients
+from moss_tts_patches.runtime.precision import settle_precision
+from moss_tts_patches.runtime.stores import StoreRequest, build_stores
 from moss_tts_patches.session import Session
 from moss_tts_patches.settings import load_settings
 
@@ -28,6 +30,7 @@ def arguments(mixed_precision):
 
 
 def fake_card(monkeypatch, capability, name="Tesla T4"):
+    monkeypatch.setenv("MOSS_LOWMEM_PREFLIGHT", "0")  # it would ask the card for its memory
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
@@ -108,16 +111,57 @@ def test_a_nonfinite_gradient_is_named_before_clipping(monkeypatch):
     assert len(lines) == 1
 
 
+def request(**changes):
+    values = {
+        "placement": StorePlacement("host", "host", "auto"),
+        "host_gradient_dtype": torch.float32,
+        "optimizer": "adamw8bit",
+        "schedule": "staged",
+        "checkpointed_layers": 3,
+        "loss_scaler": False,
+        "four_bit": False,
+    }
+    return StoreRequest(**{**values, **changes})
+
+
+def stores_for(small_card=True, **changes):
+    model = torch.nn.Linear(4, 4)
+    return build_stores(request(**changes), model, lambda: iter(model.parameters()), 1 if small_card else None)
+
+
+def test_idle_weights_wait_on_the_host_where_nothing_else_fits():
+    assert stores_for().placement == StorePlacement("host", "host", "host")
+    assert stores_for().parking is not None
+    assert stores_for(small_card=False).parking is None
+
+
 @pytest.mark.parametrize("schedule,layers", [("autograd", 3), ("staged", 0)])
-def test_idle_weights_on_the_host_need_checkpointed_layers_and_a_direct_schedule(monkeypatch, schedule, layers):
-    monkeypatch.setenv("MOSS_LOWMEM_SCHEDULE", schedule)
-    monkeypatch.setenv("MOSS_LOWMEM_WEIGHTS", "host")
-    session = make_session()
-    session.placement, session._checkpointed_layers = StorePlacement("host", "host", "host"), layers
+def test_idle_weights_on_the_host_need_checkpointed_layers_and_a_direct_schedule(schedule, layers):
+    pinned = {"placement": StorePlacement("host", "host", "host"), "schedule": schedule, "checkpointed_layers": layers}
     with pytest.raises(SettingsError, match="Expected schedule fused or staged, and MOSS_LOWMEM_CHECKPOINTING=1"):
-        session._weights_away()
-    monkeypatch.setenv("MOSS_LOWMEM_WEIGHTS", "auto")  # then it is our choice to make, and not to make
-    session = make_session()
-    session.placement, session._checkpointed_layers = StorePlacement("host", "host", "host"), layers
-    with session._weights_away()():
-        pass
+        stores_for(**pinned)
+    # With auto it is our choice to make, and not to make.
+    chosen = stores_for(schedule=schedule, checkpointed_layers=layers)
+    assert chosen.parking is None and chosen.placement.weights == "device"
+
+
+def test_a_loss_scaler_keeps_gradients_on_the_gpu():
+    auto = StorePlacement("auto", "auto", "device")
+    assert stores_for(placement=auto, loss_scaler=True).placement.gradients == "device"
+    assert stores_for(placement=auto).placement.gradients == "host"
+    with pytest.raises(SettingsError, match="looks for infinities in gradients on the GPU"):
+        stores_for(placement=StorePlacement("host", "host", "device"), loss_scaler=True)
+
+
+def test_weights_in_4_bit_stay_on_the_gpu():
+    assert stores_for(four_bit=True).parking is None
+    with pytest.raises(SettingsError, match="weights in 4 bit stay on the GPU"):
+        stores_for(four_bit=True, placement=StorePlacement("host", "host", "host"))
+
+
+def test_adapters_may_train_where_all_weights_may_not(monkeypatch):
+    fake_card(monkeypatch, (7, 5))
+    lines = []
+    wanted = arguments("bf16")
+    settle_precision(wanted, full=False, log=lines.append)
+    assert wanted.mixed_precision == "fp16" and "Tesla T4" in lines[0]

@@ -47,9 +47,18 @@ class FlopCounter(TorchDispatchMode):
     def flops(self) -> int:
         return self.matmul_flops + self.attention_flops
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard around every operation costs a tenth of the time
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        self.count(func, args, kwargs, result)
+        return result
+
+    def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Adds one operation; for a mode that sees the operations already."""
         packet = func._overloadpacket
         if packet in _CPU_ATTENTION:
             self.attention_flops += _CPU_ATTENTION[packet](*args, **kwargs)
@@ -59,4 +68,3 @@ class FlopCounter(TorchDispatchMode):
                 self.attention_flops += flops
             else:
                 self.matmul_flops += flops
-        return result
