@@ -27,6 +27,7 @@ from .optim import build_optimizer
 from .runtime.checkpointing import checkpoint_layers, layer_parameters
 from .runtime.parked import park_embedding
 from .runtime.precision import settle_precision
+from .runtime.recording import RunRecord
 from .runtime.report import GIB, StepClock, describe_module, describe_parameters, log, peak_memory
 from .runtime.saving import finish_interrupted_saves, name_in_the_end
 from .runtime.stores import StoreRequest, build_stores
@@ -73,6 +74,7 @@ class Session:
         self._verified = False
         self._losses = 0
         self._tried_longest = False
+        self.record = RunRecord()
         self._parked_bytes = 0
         self._checkpointed_layers = 0
         self._checkpointing_asked = False
@@ -183,7 +185,7 @@ class Session:
             request, self.model, lambda: layer_parameters(self.family.backbone(self.model)), card
         )
         self.placement, self.store = self.stores.placement, self.stores.gradients
-        self.engine = LossEngine(self.engine_options, self.store, self.stores.weights_away)
+        self.engine = LossEngine(self.engine_options, self.store, self.stores.weights_away, self.record.observe)
         self.context = TrainingContext(
             engine=self.engine,
             direct=self.schedule != "autograd",
@@ -221,6 +223,7 @@ class Session:
 
     def _after_step(self, *_: Any) -> None:
         self.clock.step(time.perf_counter())
+        self.record.step(self.clock.steps, self.data.micro_batches, self.optimizer.param_groups[0]["lr"])
         if self.stores.parking is not None:
             self.stores.parking.weights_changed()
 
@@ -251,7 +254,9 @@ class Session:
         self.watch.model_ready(self.model, self.accelerator.device, self.stores, self.optimizer, parkable)
         for item in prepared:
             if getattr(item, "optimizer", None) is self.optimizer and hasattr(item, "zero_grad"):
-                item.step = self.watch.guard.within(self._name_of_step, item.step)
+                item.step = self.record.within("step", self.watch.guard.within(self._name_of_step, item.step))
+        if self.accelerator.is_main_process:
+            self.record.started(self._output_folder, self.accelerator.device)
         self._report_start()
         atexit.register(self._report_end)
 
@@ -268,7 +273,10 @@ class Session:
             if self.settings.longest_first == "1" and torch.is_grad_enabled():
                 self._try_longest(model, batch)
         self.clock.start(time.perf_counter())
-        return self._training_forward(model, batch)
+        with self.record.phase("forward"):
+            output = self._training_forward(model, batch)
+        self.record.micro_batch(output.loss, batch)
+        return output
 
     def _training_forward(self, model: Any, batch: dict[str, Any]) -> Any:
         with self.watch.guard.phase("forward chunk"):
@@ -306,7 +314,7 @@ class Session:
         Upstream would go on with a norm of nan and say nothing; its numbers stay as they are, but the cause is named
         before clipping spreads it to every parameter.
         """
-        total = self.store.total_norm(parameters, norm_type)
+        self.record.gradient_norm = total = self.store.total_norm(parameters, norm_type)
         self.nonfinite_gradients = []
         if not torch.isfinite(total):
             self.nonfinite_gradients = names = self.store.nonfinite_names(parameters)

@@ -52,6 +52,7 @@ class LossEngine:
         options: plain values.
         store: receives the gradients of ``fused`` and ``staged``.
         weights_away: entered while ``fused`` or ``staged`` work, to take weights off the device that they do not use.
+        observe: is given every training loss's problem and ``sums [channels]``, for the log.
     """
 
     def __init__(
@@ -59,10 +60,12 @@ class LossEngine:
         options: EngineOptions,
         store: GradientStore,
         weights_away: Callable[[], AbstractContextManager[None]] = nullcontext,
+        observe: Callable[[FrameLoss, torch.Tensor], None] = lambda problem, sums: None,
     ) -> None:
         self.options = options
         self.store = store
         self._weights_away = weights_away
+        self._observe = observe
         self._waiting = False
 
     def loss(self, problem: FrameLoss, hidden: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,6 +88,7 @@ class LossEngine:
             return (problem.coefficients * sums).sum(), sums
         if self.options.schedule == "autograd":
             sums = autograd_schedule.channel_sums(problem, hidden, self.options)
+            self._observe(problem, sums.detach())
             return (problem.coefficients * sums).sum(), sums.detach()
         if self._waiting:
             raise NumericsError(
@@ -97,6 +101,7 @@ class LossEngine:
         with self._weights_away():
             loss, sums = _DirectLoss.apply(hidden, anchor, self, problem, scale)
         self._waiting = True
+        self._observe(problem, sums)
         return loss, sums
 
     def forget(self) -> None:

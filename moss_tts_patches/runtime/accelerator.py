@@ -36,7 +36,7 @@ def lowmem_accelerator(base: type, session: Session) -> type:
 
         def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
             session.before_backward()
-            with session.watch.guard.phase("backward"):
+            with session.watch.guard.phase("backward"), session.record.phase("backward"):
                 super().backward(loss, **kwargs)
             session.after_backward()
 

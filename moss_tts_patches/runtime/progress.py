@@ -14,6 +14,8 @@ from typing import Any
 import psutil  # comes with accelerate
 import torch
 
+from ..loss.problem import IGNORE_INDEX, FrameLoss
+
 LOG_NAME = "lowmem_log.jsonl"
 
 # A line is in the hands of the operating system at once, which survives a killed process. Only a power cut can lose
@@ -70,6 +72,22 @@ def _without_nan(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_nan(item) for name, item in value.items()}
     return [_without_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def describe_channels(problem: FrameLoss, sums: torch.Tensor) -> dict[str, Any]:
+    """Returns the arguments of :meth:`StepRecorder.micro_batch` that the loss engine knows; nothing waits for the GPU.
+
+    Args:
+        problem: of the micro-batch.
+        sums: ``[channels]`` float32.
+    """
+    labels = torch.stack([channel.labels for channel in problem.channels])
+    return {
+        "frames": labels.shape[1],
+        "channels": [channel.name for channel in problem.channels],
+        "sums": sums,
+        "counts": (labels != IGNORE_INDEX).sum(dim=1),
+    }
 
 
 class StepRecorder:
