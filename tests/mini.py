@@ -63,12 +63,12 @@ class MiniRun:
         return load_file(self.checkpoint(epoch) / "model.safetensors")
 
     def files(self) -> dict[str, bytes]:
-        """Contents of everything saved, by path; the output folder's name and the time of saving are taken out."""
+        """Contents of all checkpoints, by path; the output folder's name and the time of saving are taken out."""
         return {
             str(path.relative_to(self.folder)): re.sub(
                 rb'"saved_at": "[^"]*"', b"", path.read_bytes().replace(str(self.folder).encode(), b"OUTPUT")
             )
-            for path in self.folder.rglob("*")
+            for path in self.folder.glob("checkpoint-*/**/*")
             if path.is_file()
         }
 

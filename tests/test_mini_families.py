@@ -16,6 +16,8 @@ from small_models import SCHEDULES
 from test_training_runs import EXACT, LEARNING_RATE, ON, assert_same_weights, changed_trainer, weight_differences
 from tolerances import TOLERANCES
 
+from moss_tts_patches.runtime.progress import LOG_NAME
+
 # Set at start-up and not asked for; MOSS_LOWMEM=0 says so once more.
 OFF = {"MOSS_LOWMEM": "0", "AUTOWRAPT_BOOTSTRAP": "moss_tts_patches"}
 WINDOWS = "--gradient-accumulation-steps 4 --per-device-batch-size 1"
@@ -72,6 +74,7 @@ def test_losses_and_weights_equal_the_plain_run(run, family, schedule):
     assert ours.losses == pytest.approx(plain.losses, abs=TOLERANCES["printed_loss"])
     assert_same_weights(ours.weights(), plain.weights())
     assert ours.files().keys() == plain.files().keys()
+    assert {path.name for path in ours.folder.iterdir()} - {path.name for path in plain.folder.iterdir()} == {LOG_NAME}
     assert f"family={family}\n" in ours.output
     assert f"schedule={schedule}" in ours.output
     assert "[lowmem]" not in plain.output
