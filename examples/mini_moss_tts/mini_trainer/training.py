@@ -24,7 +24,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, enable_fsdp_ram_efficient_loading
 
 from .options import resolve_warmup_steps
-from .records import load_jsonl_for_rank
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -71,8 +70,13 @@ def say(accelerator: Accelerator, line: str) -> None:
     accelerator.print(f"[{datetime.now():%Y-%m-%d %H:%M:%S}] {line}")
 
 
-def read_records(accelerator: Accelerator, args: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+def read_records(
+    accelerator: Accelerator, args: argparse.Namespace, load_jsonl_for_rank: Callable[..., Any]
+) -> tuple[list[dict[str, Any]], bool]:
     """Returns this rank's records, and whether their files were sharded by rank beforehand.
+
+    Args:
+        load_jsonl_for_rank: the trainer's own, which is a seam.
 
     Raises:
         ValueError: there is none.

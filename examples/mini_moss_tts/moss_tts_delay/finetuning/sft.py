@@ -113,7 +113,7 @@ def main() -> None:
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=False)],
     )
     set_seed(args.seed, device_specific=True)
-    records, sharded = read_records(accelerator, args)
+    records, sharded = read_records(accelerator, args, load_jsonl_for_rank)
     with processor_init_context(accelerator):
         processor = build_processor(
             args.model_path, args.codec_path, False, args.audio_tokenizer_device, str(accelerator.device)

@@ -161,7 +161,7 @@ def main() -> None:
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=False)],
     )
     set_seed(args.seed, device_specific=True)
-    records, sharded = read_records(accelerator, args)
+    records, sharded = read_records(accelerator, args, load_jsonl_for_rank)
     with processor_init_context(accelerator):
         processor = build_processor(
             args, need_audio_tokenizer=False, default_audio_tokenizer_device=str(accelerator.device)
@@ -214,7 +214,7 @@ def train_micro_batch(
     Raises:
         FloatingPointError: the loss or the norm of the gradients is not finite; names the records.
     """
-    records = ", ".join(batch.pop("record_ids"))
+    records = ", ".join(batch.pop("record_ids", ()))
     tensors = {name: value.to(accelerator.device) for name, value in batch.items()}
     with accelerator.accumulate(model):
         loss = compute_supervised_loss(model, **tensors, channelwise_loss_weight=channel_weights)
