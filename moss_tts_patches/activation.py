@@ -17,6 +17,7 @@ from .launch.deepspeed import broken_deepspeed
 from .messages import Messages, language_of
 from .runtime.accelerator import lowmem_accelerator
 from .runtime.report import log
+from .runtime.resume.loader import loader_class
 from .runtime.saving import saving_whole
 from .runtime.watch import Surroundings
 from .session import Session
@@ -95,20 +96,22 @@ def patch_trainer(session: Session) -> None:
 def patch_data(session: Session) -> None:
     """Has the trainer's records checked as they are read, and keeps an eye on the loader that it makes of them."""
     trainer = session.trainer
-    read, loader_class = trainer.load_jsonl_for_rank, trainer.DataLoader
+    read, loader = trainer.load_jsonl_for_rank, loader_class(trainer.DataLoader, session.resume)
+    session.resume.loader = loader
 
     @functools.wraps(read)
     def load_jsonl_for_rank(spec: str, world_size: int, rank: int) -> Any:
         return session.load_records(read, spec, world_size, rank)
 
-    @functools.wraps(loader_class, updated=())
+    @functools.wraps(loader, updated=())
     def DataLoader(*args: Any, **options: Any) -> Any:
-        loader = loader_class(*args, **options)
-        session.data.loader_made(loader)
-        return loader
+        with ending_the_run():
+            made = loader(*args, **options)
+        session.data.loader_made(made)
+        return made
 
     session.ledger.apply(trainer, "load_jsonl_for_rank", load_jsonl_for_rank, "records are checked as they are read")
-    session.ledger.apply(trainer, "DataLoader", DataLoader, "the longest records are tried first")
+    session.ledger.apply(trainer, "DataLoader", DataLoader, "finished records are skipped, the longest tried first")
 
 
 def adapter_training(settings: Settings, family: Family) -> AdapterTraining | None:
@@ -143,6 +146,7 @@ def patch_saving(session: Session) -> None:
     """Has the trainer write its checkpoints somewhere else until they are whole."""
     trainer = session.trainer
     save_checkpoint = session.guarded("save", saving_whole(trainer.save_checkpoint, log, session.checkpoint_saved))
+    save_checkpoint = session.resume.unless_replaying(save_checkpoint)
     session.ledger.apply(trainer, "save_checkpoint", save_checkpoint, "a killed run leaves no half checkpoint")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import time
 from collections.abc import Iterable
@@ -11,24 +12,28 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import nn
 
 from . import __version__
 from .data.install import DataOptions
-from .errors import EnvironmentProblem, NumericsError, SeamError, ending_the_run
-from .families.family import Family, TrainingContext, supervised_positions
+from .engines import TrainingEngine, engine_of
+from .engines.learning_rate import step_rate_once
+from .errors import NumericsError, SeamError, ending_the_run
+from .families.family import Family, LossOutput, TrainingContext, supervised_positions
 from .families.self_check import check_against_upstream
 from .ledger import Ledger
 from .loss.engine import EngineOptions, LossEngine
 from .loss.problem import IGNORE_INDEX
 from .memory.card import StorePlacement
+from .memory.planner import Choice
 from .optim import build_optimizer
 from .runtime.checkpointing import checkpoint_layers, layer_parameters
 from .runtime.parked import park_embedding
+from .runtime.plan import card_memory, longest_micro_batch, plan_run
 from .runtime.precision import settle_precision
 from .runtime.recording import RunRecord
 from .runtime.report import GIB, StepClock, describe_module, describe_parameters, log, peak_memory
+from .runtime.resume.run import ResumableRun, ResumeOptions
 from .runtime.saving import finish_interrupted_saves, name_in_the_end
 from .runtime.stores import StoreRequest, build_stores
 from .runtime.training_data import TrainingData
@@ -62,11 +67,20 @@ class Session:
         self.seed = 0
         self.clock = StepClock()
         self.accelerator: Any = None
+        self.parallel: TrainingEngine
         self.model: Any = None
         self.optimizer: Any = None
         self.adapters = adapters
         self.data = TrainingData(DataOptions(settings.bad_records, settings.max_positions), family.record_rules, log)
         self.watch = MachineWatch(surroundings or Surroundings(), log)
+        self.resume = ResumableRun(
+            ResumeOptions(settings.save_steps, settings.save_minutes, settings.keep, settings.resume),
+            family.name,
+            settings=settings.model_dump(mode="json"),
+            versions={"moss_tts_patches": __version__, "torch": torch.__version__},
+            say=log,
+            arrived=self.clock.go_on_from,
+        )
         self._output_folder = Path(".")
         self._upstream_forward: Any = None
         self._arguments_parsed: Any = None
@@ -74,11 +88,12 @@ class Session:
         self._verified = False
         self._losses = 0
         self._tried_longest = False
+        self.choice: Choice | None = None
         self.record = RunRecord()
         self._parked_bytes = 0
         self._checkpointed_layers = 0
         self._checkpointing_asked = False
-        self.schedule = settings.schedule
+        self.schedule: str = settings.schedule
         self.nonfinite_gradients: list[str] = []
 
     # -- upstream's order of events ------------------------------------------------------------------------------
@@ -98,6 +113,8 @@ class Session:
         model_path = str(getattr(namespace, "model_path", ""))
         if self.adapters is not None:
             self.adapters.started(model_path, getattr(namespace, "learning_rate", None))
+        with ending_the_run():
+            self.resume.started(self._output_folder, vars(namespace))
         self.watch.started(self._output_folder)
         if self.settings.preflight == "1":
             self.watch.check(self._output_folder, model_path, self._whole_checkpoints())
@@ -111,25 +128,26 @@ class Session:
     @ending_the_run()
     def accelerator_created(self, accelerator: Any) -> None:
         """Checks the engine; the first thing that main() does after its arguments."""
-        if accelerator.num_processes > 1 or accelerator.distributed_type not in (
-            DistributedType.NO,
-            DistributedType.MULTI_GPU,
-            DistributedType.MULTI_CPU,
-        ):
-            raise EnvironmentProblem(
-                f"engine: {accelerator.num_processes} process(es) under {accelerator.distributed_type}. This version "
-                "of the layer trains in one process on one GPU. Start one process without an engine (unset "
-                "ACCELERATE_CONFIG_FILE, and MOSS_LOWMEM_ENGINE if it says keep), or set MOSS_LOWMEM=0."
-            )
+        self.parallel = engine_of(accelerator)
+        self.parallel.check(self._arguments_parsed, self.settings.method)
         self.accelerator = accelerator
+        self.resume.accelerator_created(accelerator.device, accelerator.process_index, accelerator.num_processes)
+        reason = self.parallel.autograd_reason
+        if reason is not None and self.schedule != "autograd":
+            log(f"schedule=autograd instead_of={self.schedule} engine='{self.parallel.title}' reason='{reason}'")
+            self.schedule = "autograd"
         if accelerator.is_main_process:
             finish_interrupted_saves(self._output_folder, log)
-        self.engine_options = EngineOptions(schedule=self.schedule, chunk_frames=self.settings.chunk_frames)
+        self.engine_options = EngineOptions(
+            schedule=self.schedule,
+            chunk_frames=self.settings.chunk_frames,
+            runs_by_module=self.parallel.runs_by_module,
+        )
 
     @ending_the_run()
     def load_records(self, upstream: Any, spec: str, world_size: int, rank: int) -> Any:
         """Reads and checks the records, in the place of the trainer's own reading."""
-        return self.data.load(
+        loaded = self.data.load(
             upstream,
             vars(self.trainer),
             self._arguments_parsed,
@@ -138,6 +156,8 @@ class Session:
             rank=rank,
             output_folder=self._output_folder,
         )
+        self.resume.records_known(loaded[1])
+        return loaded
 
     @ending_the_run()
     def before_model_load(self, model_class: Any, config: Any) -> None:
@@ -146,10 +166,39 @@ class Session:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             structure = model_class(config)
         self.family.check_structure(structure)
+        self._plan(model_class, config)
         if self.adapters is not None:
             self.adapters.structure_known(structure, self.accelerator.mixed_precision, self.accelerator.device)
         if self.settings.checks_itself:
             check_against_upstream(self.family, model_class, config, self._upstream_forward, self.engine_options)
+
+    def _plan(self, model_class: Any, config: Any) -> None:
+        """Chooses what the user has not set, for this card and these records."""
+        card = card_memory(self.accelerator.device, self.settings.vram)
+        checked = self.data.checked
+        if self.settings.plan == "off" or card is None or self.parallel.autograd_reason is not None or checked is None:
+            return
+        lengths, arguments = checked.report.positions, self._arguments_parsed
+        pinned = self.settings.pinned_rung()
+        if self.schedule == "autograd":  # asked for, or the only one that can do what was asked for
+            pinned["schedule"] = "autograd"
+        if self.accelerator.scaler is not None:
+            pinned["gradients"] = "device"
+        self.choice = plan_run(
+            self.family,
+            model_class,
+            config,
+            batch=longest_micro_batch(lengths, checked.report.supervised, arguments.per_device_batch_size),
+            card_bytes=card,
+            accumulation=self.accelerator.gradient_accumulation_steps,
+            pinned=pinned,
+            method=self.settings.method,
+            adapters=self.adapters.plan if self.adapters is not None else None,
+            lengths=lengths,
+            say=log,
+        )
+        self.schedule = self.choice.rung.schedule
+        self.engine_options = dataclasses.replace(self.engine_options, schedule=self.schedule)
 
     def loading_options(self) -> dict[str, Any]:
         """What ``from_pretrained`` is given besides the trainer's own arguments."""
@@ -160,24 +209,30 @@ class Session:
         """Shapes the model for training; it still stands in host memory."""
         self.model = model
         for parent, attribute in self.family.unread_embeddings(model):
-            self._parked_bytes += park_embedding(parent, attribute)
+            if self.parallel.parks_embeddings:
+                self._parked_bytes += park_embedding(parent, attribute)
+            else:
+                getattr(parent, attribute).requires_grad_(False)
         if self.adapters is not None:
             self.adapters.model_loaded(model, self.seed)
             self.ledger.apply(model, "save_pretrained", self._save_adapter, "an adapter instead of the whole model")
-        if self.settings.checkpoints_always or self._checkpointing_asked:
+        wanted = self.settings.checkpoints_always if self.choice is None else self.choice.rung.checkpointing
+        if wanted or self._checkpointing_asked:
             self.enable_checkpointing()
         self._choose_stores()
 
     def _choose_stores(self) -> None:
         """Decides where gradients and states live, now that the model's size is known."""
         settings, device = self.settings, self.accelerator.device
+        chosen: Any = settings if self.choice is None else self.choice.rung
         request = StoreRequest(
-            StorePlacement(settings.gradients, settings.states, settings.weights),
-            host_gradient_dtype=getattr(torch, settings.host_gradient_dtype),
+            StorePlacement(chosen.gradients, chosen.states, chosen.weights),
+            host_gradient_dtype=getattr(torch, chosen.host_gradient_dtype),
             optimizer=settings.optimizer,
             schedule=self.schedule,
             checkpointed_layers=self._checkpointed_layers,
             loss_scaler=self.accelerator.scaler is not None,
+            engine_reason=self.parallel.device_gradients_reason,
             four_bit=settings.method == "qlora",
         )
         card = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
@@ -193,6 +248,8 @@ class Session:
             finite_empty_channels=settings.corrects("empty_channel_loss"),
             say_once=self.say_once,
             summarise_labels=lambda labels: supervised_positions(labels, IGNORE_INDEX),
+            every_weight=self.parallel.several,
+            inside_forward=self.parallel.loss_inside_forward,
         )
 
     def enable_checkpointing(self) -> None:
@@ -209,6 +266,11 @@ class Session:
                 f"seam sft.py.AdamW: {unknown} of {len(given)} parameters do not belong to the loaded model. The layer "
                 "needs their names to save and restore optimizer state; upgrade moss_tts_patches, or use MOSS_LOWMEM=0."
             )
+        if self.parallel.owns_optimizer:
+            if self.settings.optimizer != "adamw":
+                log(f"optimizer=adamw instead_of={self.settings.optimizer} reason='{self.parallel.optimizer_reason}'")
+            self.optimizer = torch.optim.AdamW([p for p in given if p.requires_grad], **options)
+            return self.optimizer
         named = [(names[parameter], parameter) for parameter in given]
         self.optimizer = build_optimizer(
             self.settings.optimizer, named, self.store, self.placement.states, seed=self.seed, **options
@@ -238,13 +300,25 @@ class Session:
 
     def after_prepare(self, prepared: tuple[Any, ...]) -> None:
         """Checks the optimizer that accelerate hands back, and says what will run."""
-        wrapped = [item.optimizer for item in prepared if hasattr(item, "optimizer") and hasattr(item, "zero_grad")]
-        if not any(item is self.optimizer for item in wrapped):
-            kinds = ", ".join(type(item).__name__ for item in wrapped) or "none"
-            raise EnvironmentProblem(
-                f"optimizer: accelerate replaced {type(self.optimizer).__name__} by {kinds}. Its update rule would not "
-                "be the one asked for. Run without DeepSpeed offload, or set MOSS_LOWMEM=0."
+        wrapper = self.parallel.prepared_optimizer(self.optimizer, prepared)
+        if not self.parallel.owns_optimizer:
+            self._optimizer_prepared(wrapper)
+        if self.accelerator.is_main_process:
+            self.record.started(self._output_folder, self.accelerator.device)
+        processes = self.accelerator.num_processes
+        if self.corrects("learning_rate_steps") and step_rate_once(prepared, processes):
+            log(
+                "correction=learning_rate_steps the learning rate takes one step per optimizer step (upstream: "
+                f"{processes}, so that its schedule ends after 1/{processes} of the training)"
             )
+        self._report_start()
+        atexit.register(self._report_end)
+        self.resume.prepared(prepared, self.model, self.optimizer, self.accelerator.scaler)
+        if self.stores.parking is not None:
+            self.stores.parking.weights_changed()
+
+    def _optimizer_prepared(self, wrapper: Any) -> None:
+        """Gives the layer's optimizer its gradients and states; the model stands on its device."""
         # Only now: on a GPU the weights have just left the host memory that is asked for here.
         self.store.attach((name, parameter) for parameter, name in self.optimizer.names.items())
         with self.watch.guard.phase("optimizer state creation"):
@@ -252,25 +326,21 @@ class Session:
         can_park = self.schedule != "autograd" and self._checkpointed_layers and self.settings.method != "qlora"
         parkable = list(layer_parameters(self.family.backbone(self.model))) if can_park else []
         self.watch.model_ready(self.model, self.accelerator.device, self.stores, self.optimizer, parkable)
-        for item in prepared:
-            if getattr(item, "optimizer", None) is self.optimizer and hasattr(item, "zero_grad"):
-                item.step = self.record.within("step", self.watch.guard.within(self._name_of_step, item.step))
-        if self.accelerator.is_main_process:
-            self.record.started(self._output_folder, self.accelerator.device)
-        self._report_start()
-        atexit.register(self._report_end)
+        wrapper.step = self.record.within("step", self.watch.guard.within(self._name_of_step, wrapper.step))
 
     def _name_of_step(self) -> Any:
         return "optimizer step" if self.clock.steps else "optimizer state creation"
 
     def forward(self, model: Any, batch: dict[str, Any]) -> Any:
         """One training forward of upstream's loop."""
+        if self.resume.replaying:
+            return LossOutput(loss=self.resume.replayed_loss())
         if not self._verified:
             self.ledger.verify()
             self._verified = True
         if not self._tried_longest:
             self._tried_longest = True
-            if self.settings.longest_first == "1" and torch.is_grad_enabled():
+            if self.settings.longest_first == "1" and torch.is_grad_enabled() and self.parallel.can_try_longest:
                 self._try_longest(model, batch)
         self.clock.start(time.perf_counter())
         with self.record.phase("forward"):
@@ -307,6 +377,8 @@ class Session:
     def after_backward(self) -> None:
         """Every gradient of the micro-batch has arrived."""
         self.store.end_micro_batch(self.context.expected_contributions)
+        if self.parallel.owns_optimizer and self.accelerator.sync_gradients:
+            self._after_step()
 
     def clip_gradients(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """Clips by the global norm and returns it, wherever the gradients live; names a gradient that is not finite.
@@ -328,13 +400,18 @@ class Session:
         """What is saved of the model where that is not all of it."""
         if self.adapters is None or self.adapters.adapters is None:
             return None
-        return self.adapters.adapters.state_dict()
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        with self.parallel.gathered(trained):
+            return {n: t.detach().to("cpu", copy=True) for n, t in self.adapters.adapters.state_dict().items()}
 
     def _save_adapter(self, save_directory: Any, *_: Any, is_main_process: bool = True, **__: Any) -> None:
         """Takes the place of ``model.save_pretrained`` in the trainer's ``save_checkpoint``."""
-        if self.adapters is not None and is_main_process:
-            folder = Path(save_directory)
-            self.adapters.save(folder, name_in_the_end(folder), self.clock.steps)
+        if self.adapters is None:
+            return
+        folder = Path(save_directory)
+        with self.parallel.gathered([p for p in self.model.parameters() if p.requires_grad]):
+            if is_main_process:
+                self.adapters.save(folder, name_in_the_end(folder), self.clock.steps)
 
     def checkpoint_saved(self, checkpoint: Path) -> None:
         """The trainer's ``save_checkpoint`` is done; ``checkpoint`` is whole."""
@@ -358,6 +435,11 @@ class Session:
     def corrects(self, name: str) -> bool:
         """Whether the named departure from upstream's numbers is wanted."""
         return self.settings.corrects(name)
+
+    @property
+    def loss_inside_forward(self) -> bool:
+        """Whether the engine needs the whole loss within the forward of the model that it wrapped."""
+        return self.parallel.loss_inside_forward
 
     def remember_forward(self, forward: Any) -> None:
         """Keeps upstream's own forward, for the self check and for calls that are not training."""
@@ -395,7 +477,7 @@ class Session:
         log(f"{describe_parameters(model)} kept_off_gpu={self._parked_bytes / GIB:.2f}GiB")
 
     def _report_end(self) -> None:
-        if self.clock.steps:
+        if self.clock.has_timed:
             log(
                 f"steps={self.clock.steps} median_step_time={self.clock.median_seconds():.2f}s "
                 f"{peak_memory(self.accelerator.device)}"

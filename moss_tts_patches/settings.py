@@ -24,6 +24,8 @@ CORRECTIONS: dict[str, str] = {
     "recomputed one by one (upstream recomputes every layer as the last one: wrong gradients, same loss)",
     "padded_attention_rows": "moss_tts_local_v1.5: a padded query attends to itself (upstream leaves its row of the "
     "mask empty, which CUDA kernels turn into nan gradients: OpenMOSS/MOSS-TTS#196)",
+    "learning_rate_steps": "N processes, all families but moss_tts_local_v1.5: the learning rate takes one step per "
+    "optimizer step (upstream: N, so that its schedule ends after 1/N of the training)",
     "depth_attention": "moss_tts_local_v1.5: the depth model uses the attention that --attn-implementation asks for "
     "(upstream: the one in the checkpoint's config, whether it is installed or not)",
 }
@@ -87,10 +89,28 @@ class Settings(BaseSettings):
     corrections: Annotated[tuple[str, ...], NoDecode] = Field(
         tuple(CORRECTIONS), description="departures from upstream's numbers: all, none, or names separated by commas"
     )
+    save_steps: int = Field(
+        0, ge=0, description="write a resume point every so many optimizer steps, to OUTPUT_DIR/resume/step-N; 0: never"
+    )
+    save_minutes: float = Field(
+        0, ge=0, description="write a resume point when so many minutes have passed since the last; 0: never"
+    )
+    keep: int = Field(2, ge=1, description="resume points that stay; older ones are deleted")
+    resume: str = Field(
+        "auto",
+        description="the training goes on from: auto, the newest whole resume point in OUTPUT_DIR if there is one; the "
+        "path of a resume point; or off",
+    )
     self_check: Literal["0", "1"] = Field(
         "1", description="compare our loss and gradients with upstream's on a shrunken model before loading"
     )
 
+    plan: Literal["auto", "off"] = Field(
+        "auto",
+        description="choose schedule, checkpointing and stores for the card and the longest record; what is set here "
+        "is kept (off: every default as it stands)",
+    )
+    vram: float | None = Field(None, gt=0, description="GiB of GPU memory to plan for; by default the card's")
     bad_records: Literal["stop", "skip"] = Field(
         "stop", description="faulty records: stop with a list of them, or train without them (skipped_records.jsonl)"
     )
@@ -150,6 +170,19 @@ class Settings(BaseSettings):
             "use_rslora": self.lora_rslora == "1",
             "use_dora": self.lora_dora == "1",
         }
+
+    def pinned_rung(self) -> dict[str, Any]:
+        """What the user has set of what the planner chooses, and what it never chooses."""
+        pinned: dict[str, Any] = {
+            name: getattr(self, name)
+            for name in ("schedule", "gradients", "states", "weights")
+            if name in self.model_fields_set and getattr(self, name) != "auto"
+        }
+        if "checkpointing" in self.model_fields_set:
+            pinned["checkpointing"] = self.checkpoints_always
+        if "host_gradient_dtype" in self.model_fields_set:
+            pinned["host_gradient_dtype"] = self.host_gradient_dtype
+        return pinned | {"chunk_frames": self.chunk_frames, "optimizer": self.optimizer}
 
     def chosen_adapter_options(self) -> frozenset[str]:
         """Names of those of :meth:`adapter_options` that the user set."""

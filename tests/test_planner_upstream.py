@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 from tolerances import TOLERANCES
 
+from moss_tts_patches.adapters.shapes import adapter_shapes
 from moss_tts_patches.memory.full_ladder import Wanted, make_subject
 from moss_tts_patches.memory.ladder import list_rungs
 from moss_tts_patches.memory.plan_cache import PlanCache
 from moss_tts_patches.memory.planner import choose_plan
 from moss_tts_patches.memory.reserve import GIB, Limits
-from moss_tts_patches.memory.rungs import MicroBatch, Rung, UpstreamRung
+from moss_tts_patches.memory.rungs import METHODS, MicroBatch, Rung, UpstreamRung
 from moss_tts_patches.memory.traces import Tracer
 
 pytestmark = pytest.mark.upstream
@@ -53,3 +55,18 @@ def test_what_is_chosen_on_a_card(upstream_repo, tmp_path):
     assert sixteen.assessment.figures.flops <= 0.60 * reference
     eight = choose_plan(subject, Limits(8 * GIB, 32 * GIB, 8), {}, cache=cache)
     assert eight.rung.method == "full" and eight.rung in list_rungs({}, has_depth=True)
+    with_adapters = dataclasses.replace(subject, shapes=adapter_shapes())
+    six = choose_plan(with_adapters, Limits(6 * GIB, 32 * GIB, 8), {}, methods=METHODS, cache=cache)
+    assert six.rung.method == "qlora"
+
+
+def test_adapters_are_extrapolated_to_the_full_simulation(upstream_repo):
+    """The file holds full simulations: python benchmarks/adapters.py --json …"""
+    rows = json.loads((RESULTS / "adapters.json").read_text())["rows"]
+    subject = make_subject(Wanted("moss_tts_realtime", "1.7b", None, upstream_repo, BATCH, {}))
+    tracer = Tracer(dataclasses.replace(subject, shapes=adapter_shapes()))
+    for method in ("lora", "qlora"):
+        [expected] = [row for row in rows if (row["family"], row["method"]) == ("moss_tts_realtime", method)]
+        found = tracer.figures(Rung(method=method))
+        assert found.peak_bytes == pytest.approx(expected["peak_bytes"], rel=TOLERANCES["planner_relative"])
+        assert found.matmul_flops == pytest.approx(expected["matmul_flops"], rel=TOLERANCES["planner_relative"])

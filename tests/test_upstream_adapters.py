@@ -63,7 +63,16 @@ def report():
     with open(os.path.join(folder, "report.json"), "w") as file:
         json.dump({"loss": loss, "changed": changed, "kinds": kinds, "kept": kept if four_bit else []}, file)
 
-atexit.register(report)
+# The layer registers its own last line when the model is ready; anything earlier runs after bitsandbytes is gone.
+register = atexit.register
+
+def register_both(function, *arguments, **options):
+    register(function, *arguments, **options)
+    if getattr(function, "__name__", "") == "_report_end":
+        register(report)
+    return function
+
+atexit.register = register_both
 """
 
 # A process that has never heard of the layer: upstream's classes and PEFT.

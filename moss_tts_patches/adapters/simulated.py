@@ -95,11 +95,6 @@ class AdapterShape:
     def __init__(self, plan: AdapterPlan) -> None:
         self.plan = plan
 
-    @property
-    def identity(self) -> str:
-        """Changes with everything that changes a simulation."""
-        return repr((self.plan.method, self.plan.targets, self.plan.also_train, sorted(self.plan.options.items())))
-
     def __call__(self, family: Family, model: nn.Module) -> None:
         """Replaces layers, freezes and injects; the model is one without values."""
         if self.plan.method == "qlora":

@@ -55,10 +55,13 @@ def plan(
     The real model classes run one training step at full size on tensors without memory: no weights, no GPU. The first
     time takes two minutes, afterwards the figures come from a cache.
     """
+    from ..adapters.shapes import adapter_shapes
     from ..errors import LowMemError
     from ..memory.full_ladder import simulate_ladder
+    from ..memory.methods import SHAPES
     from ..memory.plan_cache import PlanCache, user_cache_folder
 
+    SHAPES.update(adapter_shapes())
     try:
         limits = _limits(vram, ram, accumulation)
         pinned = {

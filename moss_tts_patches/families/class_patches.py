@@ -18,6 +18,10 @@ class RunHooks(Protocol):
     model: Any
     nonfinite_gradients: list[str]
 
+    @property
+    def loss_inside_forward(self) -> bool:
+        """Whether the engine needs the whole loss within the forward of the model that it wrapped."""
+
     def corrects(self, name: str) -> bool:
         """Whether a departure from upstream's numbers is wanted."""
 

@@ -109,6 +109,10 @@ class TrainingContext:
         finite_empty_channels: leave channels without labels out of the printed loss instead of printing nan.
         say_once: logs a line the first time it is called with it.
         summarise_labels: replaces the family's own summary (the planner works on tensors without values).
+        every_weight: gradients of several processes meet, so that each weight needs one in every micro-batch, zero
+            where its labels are missing.
+        inside_forward: the whole loss is computed within one forward of the model that an engine wrapped, also where
+            the trainer computes it outside.
     """
 
     engine: LossEngine
@@ -117,6 +121,8 @@ class TrainingContext:
     finite_empty_channels: bool
     say_once: Callable[[str], None]
     summarise_labels: Callable[[torch.Tensor], LabelSummary]
+    every_weight: bool = False
+    inside_forward: bool = False
     expected_contributions: dict[nn.Parameter, int] = field(default_factory=dict)
 
 

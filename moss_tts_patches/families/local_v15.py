@@ -162,6 +162,9 @@ class LocalV15Family(Family):
         problem = self.frame_loss(base, frame_labels, shares)
         loss, _ = context.engine.loss(problem, rows, context.loss_scale())
         context.expected_contributions = _expected_contributions(base, problem, context)
+        if context.every_weight and _is_idle(base, problem):
+            loss = loss + 0 * _text_head(base)(rows[:1]).sum()
+            context.expected_contributions = {}
         return LossOutput(loss=loss)
 
     @staticmethod
@@ -173,7 +176,9 @@ class LocalV15Family(Family):
             codes = ids[..., 1:].masked_fill(ids[..., 1:] == base.config.audio_pad_token_id, IGNORE_INDEX)
             present = torch.cat([ids[..., :1], codes], dim=-1)
             inputs = {"inputs_embeds": summed_embeddings(_tables(base), present, context.engine.store)}
-        output = model(**inputs, attention_mask=batch["attention_mask"], use_cache=False, return_dict=True)
+        # Within its own forward the model must not be called: an engine's hooks would run a second time.
+        run = base.forward if context.inside_forward else model
+        output = run(**inputs, attention_mask=batch["attention_mask"], use_cache=False, return_dict=True)
         return output.last_hidden_state
 
     def frame_loss(self, model: Any, labels: torch.Tensor, shares: Sequence[float | None]) -> FrameLoss:
@@ -321,6 +326,11 @@ def _text_head(model: Any) -> nn.Module:
     return model.local_text_lm_head if _is_binary(model) else model.text_lm_head
 
 
+def _is_idle(model: Any, problem: FrameLoss) -> bool:
+    """Whether the binary text head has no label in this micro-batch; nothing else trains it."""
+    return _is_binary(model) and not any(channel.projection is _text_head(model) for channel in problem.channels)
+
+
 def _depth_output(model: Any, inputs: torch.Tensor) -> torch.Tensor:
     """Maps ``[frames, codebooks, hidden]`` to the same shape."""
     return model.local_transformer(
@@ -381,6 +391,6 @@ def _expected_contributions(model: Any, problem: FrameLoss, context: TrainingCon
         for weight in used:
             if weight.requires_grad:
                 expected[cast(nn.Parameter, weight)] = expected.get(cast(nn.Parameter, weight), 0) + 1
-    if _is_binary(model) and not any(channel.projection is _text_head(model) for channel in problem.channels):
+    if _is_idle(model, problem):
         expected.update(dict.fromkeys(model.local_text_lm_head.parameters(), 0))
     return expected

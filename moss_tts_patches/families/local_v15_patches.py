@@ -16,6 +16,7 @@ from ..errors import SeamError
 from .class_patches import RunHooks
 from .family import Seam
 
+_BATCH = "moss_lowmem_batch"  # the argument that carries the trainer's batch through an engine's wrapper
 ATTENTION_MASK = Seam("_causal_attention_mask", ("attention_mask", "query_length", "key_length", "device"))
 
 
@@ -57,6 +58,8 @@ def _checked_loader(session: RunHooks, upstream: Callable[..., Any]) -> Callable
             mask = _mask_without_empty_rows(ATTENTION_MASK.find(attention, attention.__name__))
             session.ledger.apply(attention, ATTENTION_MASK.name, mask, "no padded row without a key")
         session.model_loaded(model)
+        if session.loss_inside_forward:
+            session.ledger.apply(type(model), "forward", _forward_with_loss(session, type(model).forward), "the loss too")
         return model
 
     return load_training_model
@@ -156,9 +159,25 @@ def _chunked_loss(session: RunHooks, upstream: Callable[..., Any]) -> Callable[.
     def compute_supervised_loss(model: Any, **batch: Any) -> torch.Tensor:
         if unwrap(model) is not session.model:
             return upstream(model, **batch)
-        return session.forward(model, batch).loss
+        output = model(**{_BATCH: batch}) if session.loss_inside_forward else session.forward(model, batch)
+        return output.loss
 
     return compute_supervised_loss
+
+
+def _forward_with_loss(session: RunHooks, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Brings the loss into the forward, outside which FSDP has nothing but slices of the weights it needs."""
+
+    @functools.wraps(upstream)
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        batch = options.pop(_BATCH, None)
+        if batch is None:
+            return upstream(self, *args, **options)
+        # The trainer's loss is computed outside the autocast that accelerate puts around the forward.
+        with torch.autocast(batch["input_ids"].device.type, enabled=False):
+            return session.forward(self, batch)
+
+    return forward
 
 
 def _seen_gradient(session: RunHooks, upstream: Callable[..., Any]) -> Callable[..., Any]:

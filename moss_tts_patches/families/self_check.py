@@ -6,6 +6,7 @@ the very classes that are about to train, in about a third of a second.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,7 @@ def _our_loss(family: Family, model: nn.Module, batch: dict[str, Any], options: 
     store = DeviceGradients()
     store.attach(model.named_parameters())
     # Small chunks and few logits at once, so that every seam between chunks is crossed.
-    small = EngineOptions(schedule=options.schedule, chunk_frames=3, logits_at_once=128)
+    small = dataclasses.replace(options, chunk_frames=3, logits_at_once=128)
     context = TrainingContext(
         engine=LossEngine(small, store),
         direct=options.schedule != "autograd",

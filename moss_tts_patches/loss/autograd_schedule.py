@@ -35,14 +35,14 @@ def channel_sums(problem: FrameLoss, hidden: torch.Tensor, options: EngineOption
         hidden: ``[frames, hidden]``.
         options: chunk length and logits alive at once.
     """
-    features = _differentiable_inputs(problem, hidden)
+    features = differentiable_inputs(problem, hidden)
     if problem.depth is not None:
         parameters = list(problem.depth.trainable_parameters())
         features = _ChunkedStage.apply(problem.depth, options.chunk_frames, features, *parameters)
     return torch.stack([_channel_sum(channel, features, options.logits_at_once) for channel in problem.channels])
 
 
-def _differentiable_inputs(problem: FrameLoss, hidden: torch.Tensor) -> torch.Tensor:
+def differentiable_inputs(problem: FrameLoss, hidden: torch.Tensor) -> torch.Tensor:
     """The depth model's inputs ``[frames, positions, hidden]`` with a graph."""
     by_position = {lookup.position: masked_embedding(lookup.table, lookup.ids) for lookup in problem.lookups}
     parts = [hidden, *(by_position[position] for position in range(1, problem.positions))]

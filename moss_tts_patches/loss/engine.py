@@ -22,7 +22,7 @@ from torch import nn
 
 from ..errors import NumericsError
 from ..optim.gradients import GradientStore
-from . import autograd_schedule, direct_schedules, heads
+from . import autograd_schedule, direct_schedules, heads, module_schedule
 from .problem import FrameLoss
 
 SCHEDULES = ("fused", "staged", "autograd")
@@ -37,12 +37,14 @@ class EngineOptions:
         chunk_frames: frames of the depth model alive at once.
         logits_at_once: logits alive at once, in elements.
         verify_scale: compare the scale that reaches the loss with the one used (off for fake tensors).
+        runs_by_module: ``autograd`` goes through modules alone, for engines that lend a weight only to its own module.
     """
 
     schedule: str = "staged"
     chunk_frames: int = 32
     logits_at_once: int = heads.LOGITS_AT_ONCE
     verify_scale: bool = True
+    runs_by_module: bool = False
 
 
 class LossEngine:
@@ -87,7 +89,8 @@ class LossEngine:
             sums = heads.channel_sums(problem, hidden, self.options.chunk_frames)
             return (problem.coefficients * sums).sum(), sums
         if self.options.schedule == "autograd":
-            sums = autograd_schedule.channel_sums(problem, hidden, self.options)
+            schedule = module_schedule if self.options.runs_by_module else autograd_schedule
+            sums = schedule.channel_sums(problem, hidden, self.options)
             self._observe(problem, sums.detach())
             return (problem.coefficients * sums).sum(), sums.detach()
         if self._waiting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -126,8 +127,12 @@ def make_subject(wanted: Wanted) -> Any:
     options = trainer_options(repository, source)
     if not family.upstream_checkpoints:
         # Upstream's trainer has no flag for it: what it would need if it had one, on the layers that ours checkpoints.
-        options["enable_checkpointing"] = lambda model: family.backbone(model).gradient_checkpointing_enable()
+        options["enable_checkpointing"] = functools.partial(_checkpoint_backbone, family)
     return Subject(family, model_class, config, wanted.batch, options, SHAPES, identity)
+
+
+def _checkpoint_backbone(family: Any, model: Any) -> None:
+    family.backbone(model).gradient_checkpointing_enable()
 
 
 def _simulate(wanted: Wanted, cache: PlanCache | None, progress: Progress) -> FullLadder:

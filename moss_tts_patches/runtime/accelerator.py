@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +36,20 @@ def lowmem_accelerator(base: type, session: Session) -> type:
                 session.after_prepare(prepared if isinstance(prepared, tuple) else (prepared,))
             return prepared
 
+        @contextmanager
+        def accumulate(self, *models: Any) -> Iterator[None]:
+            session.resume.micro_batch_begins()
+            with super().accumulate(*models):
+                yield
+            session.resume.micro_batch_done(self.sync_gradients)
+
+        def print(self, *args: Any, **kwargs: Any) -> None:
+            if not session.resume.quiet.on:
+                super().print(*args, **kwargs)
+
         def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+            if session.resume.replaying:
+                return
             session.before_backward()
             with session.watch.guard.phase("backward"), session.record.phase("backward"):
                 super().backward(loss, **kwargs)
@@ -45,6 +60,12 @@ def lowmem_accelerator(base: type, session: Session) -> type:
             return super().get_state_dict(model, unwrap) if own is None else own
 
         def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+            if session.resume.replaying:
+                return torch.zeros(())
+            if session.parallel.owns_optimizer:
+                total = super().clip_grad_norm_(parameters, max_norm, norm_type)
+                session.record.gradient_norm = total
+                return total
             self.unscale_gradients()
             return session.clip_gradients(list(parameters), max_norm, norm_type)
 

@@ -25,6 +25,7 @@ class StepClock:
     def __init__(self) -> None:
         self._last: float | None = None
         self._durations: list[float] = []
+        self._before = 0
 
     def start(self, now: float) -> None:
         """Notes when the first micro-batch of the run began; later calls do nothing."""
@@ -37,9 +38,19 @@ class StepClock:
             self._durations.append(now - self._last)
         self._last = now
 
+    def go_on_from(self, steps: int) -> None:
+        """An earlier process has done that many steps."""
+        self._before = steps
+
     @property
     def steps(self) -> int:
-        return len(self._durations)
+        """Steps of the whole training."""
+        return self._before + len(self._durations)
+
+    @property
+    def has_timed(self) -> bool:
+        """Whether this process has done a step."""
+        return bool(self._durations)
 
     def median_seconds(self) -> float:
         return statistics.median(self._durations)

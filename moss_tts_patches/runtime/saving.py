@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +100,12 @@ def saving_whole(
 ) -> Callable[..., Any]:
     """Wraps a trainer's ``save_checkpoint`` so that its ``output_dir`` appears as a whole.
 
-    One process only: with several, all would have to be given the main one's folder.
+    Every process calls it with the same folder, which the main one makes and renames.
 
     Args:
         save: takes ``accelerator`` and ``output_dir`` among its arguments.
         say: see :func:`whole_folder`.
-        saved: is given the checkpoint's folder once it is whole.
+        saved: is given the checkpoint's folder once it is whole, by the main process.
     """
     signature = inspect.signature(save)
 
@@ -115,19 +115,46 @@ def saving_whole(
         accelerator = call.arguments["accelerator"]
         accelerator.wait_for_everyone()
         destination = Path(call.arguments["output_dir"])
-        with whole_folder(destination, say) as folder:
+        with _folder_of_all(destination, accelerator, say) as folder:
             call.arguments["output_dir"] = folder
             result = save(*call.args, **call.kwargs)
-            if not folder.is_dir():
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process and not folder.is_dir():
                 raise SeamError(
                     "seam sft.py.save_checkpoint: it did not write into the output_dir that it was given. Upgrade "
                     "moss_tts_patches, or train with MOSS_LOWMEM=0."
                 )
         accelerator.wait_for_everyone()
-        saved(destination)
+        if accelerator.is_main_process:
+            saved(destination)
         return result
 
     return save_checkpoint
+
+
+@contextmanager
+def _folder_of_all(destination: Path, accelerator: Any, say: Callable[[str], None]) -> Iterator[Path]:
+    """:func:`whole_folder` of the main process; the others are told its name once what was left behind is cleared."""
+    if accelerator.is_main_process:
+        with whole_folder(destination, say) as folder:
+            _name_of_main_process(accelerator, folder.name)
+            yield folder
+        return
+    folder = Path(os.path.realpath(destination)).with_name(_name_of_main_process(accelerator, ""))
+    yield folder
+    if accelerator.is_local_main_process:
+        # transformers makes the folder in every process; on a machine that does not share the disk it stays empty.
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _name_of_main_process(accelerator: Any, name: str) -> str:
+    """Gives the main process's ``name`` to all of them."""
+    if accelerator.num_processes == 1:
+        return name
+    from accelerate.utils import broadcast_object_list
+
+    return str(broadcast_object_list([name])[0])
 
 
 def finish_interrupted_saves(folder: Path, say: Callable[[str], None] = _ignore) -> None:

@@ -28,6 +28,7 @@ class StoreRequest:
         checkpointed_layers: how many layers are recomputed.
         loss_scaler: a loss scaler looks at gradients, so they have to be on the GPU.
         four_bit: the base's weights are quantised and cannot be moved.
+        engine_reason: why an engine over several processes needs gradients on the GPU; None where none does.
     """
 
     placement: StorePlacement
@@ -37,6 +38,7 @@ class StoreRequest:
     checkpointed_layers: int
     loss_scaler: bool
     four_bit: bool
+    engine_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,13 @@ def _possible(request: StoreRequest) -> StorePlacement:
             raise SettingsError(
                 "MOSS_LOWMEM_GRADIENTS=host with --mixed-precision fp16: the loss scaler looks for infinities in "
                 "gradients on the GPU. Expected device, or auto; adapters' gradients are small."
+            )
+        gradients = "device"
+    if request.engine_reason is not None:
+        if gradients == "host":
+            raise SettingsError(
+                f"MOSS_LOWMEM_GRADIENTS=host: {request.engine_reason}. Expected device, or auto; "
+                "MOSS_LOWMEM_STATES=host, LoRA, or ZeRO (lowmem:zero2, lowmem:zero3-offload) do save memory."
             )
         gradients = "device"
     if request.four_bit:

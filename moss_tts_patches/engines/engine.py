@@ -1,0 +1,94 @@
+"""The face of an engine; by itself it is one process without any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+from torch import nn
+
+from ..errors import EnvironmentProblem, SettingsError
+
+
+class TrainingEngine:
+    """What the layer may do on one process, and the base of the engines over several.
+
+    Args:
+        accelerator: the trainer's.
+    """
+
+    title: ClassVar[str] = "one process"
+    #: Why the loss has to be the ``autograd`` schedule; None where every schedule is possible.
+    autograd_reason: ClassVar[str | None] = None
+    #: Why gradients cannot be accumulated in host memory; None where they can.
+    device_gradients_reason: ClassVar[str | None] = None
+    #: The engine keeps gradients and optimizer states in its own form: the layer neither steps nor clips.
+    owns_optimizer: ClassVar[bool] = False
+    #: ... and why.
+    optimizer_reason: ClassVar[str] = ""
+    #: Weights exist as a whole only while their own module runs: the loss goes through modules alone.
+    runs_by_module: ClassVar[bool] = False
+    #: The loss has to be computed within the forward of the model that the engine wrapped.
+    loss_inside_forward: ClassVar[bool] = False
+    #: An unread embedding may be replaced by one that stays in host memory.
+    parks_embeddings: ClassVar[bool] = True
+    #: A forward and backward within the first forward disturb nothing.
+    can_try_longest: ClassVar[bool] = True
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+
+    @property
+    def several(self) -> bool:
+        """Whether gradients of several processes meet: then each process has to have one for every weight."""
+        return self.accelerator.num_processes > 1
+
+    def check(self, arguments: Any, method: str) -> None:
+        """Compares the engine's own settings with the trainer's arguments before anything is loaded.
+
+        Args:
+            arguments: the trainer's, parsed.
+            method: ``full``, ``lora`` or ``qlora``.
+
+        Raises:
+            LowMemError: they contradict each other.
+        """
+        found, wanted = self.accelerator.gradient_accumulation_steps, arguments.gradient_accumulation_steps
+        if found != wanted:
+            raise SettingsError(
+                f"gradient accumulation: the accelerate config or its environment says {found}, and accelerate would "
+                f"follow it, while --gradient-accumulation-steps is {wanted} and sizes the schedule. Set both to the "
+                "same number (in the config: gradient_accumulation_steps, or leave it out there)."
+            )
+
+    def before_prepare(self, model: nn.Module) -> None:
+        """The model is complete; ``accelerator.prepare`` comes next."""
+
+    def prepared_optimizer(self, handed_over: Any, prepared: Iterable[Any]) -> Any:
+        """Returns accelerate's wrapper of the optimizer that was handed over.
+
+        Args:
+            handed_over: what the trainer's ``AdamW(...)`` made.
+            prepared: what ``accelerator.prepare`` returned.
+
+        Raises:
+            EnvironmentProblem: another update rule stands in its place.
+        """
+        wrappers = [item for item in prepared if hasattr(item, "zero_grad") and hasattr(item, "optimizer")]
+        for item in wrappers:
+            if self.steps_as(handed_over, item.optimizer):
+                return item
+        kinds = ", ".join(type(item.optimizer).__name__ for item in wrappers) or "none"
+        raise EnvironmentProblem(
+            f"optimizer: accelerate replaced {type(handed_over).__name__} by {kinds}. Its update rule would not be the "
+            "one asked for. Run without offload of the optimizer, or set MOSS_LOWMEM=0."
+        )
+
+    def steps_as(self, handed_over: Any, optimizer: Any) -> bool:
+        """Whether ``optimizer`` follows the rule of the one that was handed over."""
+        return optimizer is handed_over
+
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
+        """While it is open, ``parameters`` are whole; every process has to open it."""
+        return nullcontext()

@@ -1,0 +1,75 @@
+"""DeepSpeed ZeRO: optimizer states and gradients (stage 2), and weights too (stage 3), split between the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+from torch import nn
+
+from ..errors import EnvironmentProblem
+from .engine import TrainingEngine
+
+# Both are Adam or AdamW, by an attribute.
+_OPTIMIZER_CLASSES = ("DeepSpeedCPUAdam", "FusedAdam")
+
+
+class Zero(TrainingEngine):
+    """See :class:`.engine.TrainingEngine`.
+
+    DeepSpeed runs the backward, the clipping and the step by itself. It is given torch's AdamW on purpose: an optimizer
+    that accelerate does not know becomes Adam with L2 regularisation under offload, without a word.
+    """
+
+    title: ClassVar[str] = "DeepSpeed"
+    autograd_reason: ClassVar[str | None] = (
+        "DeepSpeed collects the gradients that autograd delivers; the other schedules deliver theirs during the forward"
+    )
+    device_gradients_reason: ClassVar[str | None] = "DeepSpeed keeps gradients itself, split between the processes"
+    owns_optimizer: ClassVar[bool] = True
+    optimizer_reason: ClassVar[str] = "DeepSpeed splits the states and keeps float32 weights beside 16-bit ones"
+    can_try_longest: ClassVar[bool] = False  # a backward may be followed by a step at once
+
+    def __init__(self, accelerator: Any) -> None:
+        super().__init__(accelerator)
+        self.stage = int(self._plugin.deepspeed_config["zero_optimization"]["stage"])
+        self.title = f"DeepSpeed ZeRO-{self.stage}"  # type: ignore[misc]
+        self.runs_by_module = self.stage == 3  # type: ignore[misc]
+        # A weight of stage 3 is split while it is loaded, and small where it is never gathered.
+        self.parks_embeddings = self.stage != 3  # type: ignore[misc]
+
+    @property
+    def _plugin(self) -> Any:
+        return self.accelerator.state.deepspeed_plugin
+
+    @property
+    def several(self) -> bool:
+        return True  # gradients are collected into buckets even where there is one process
+
+    def check(self, arguments: Any, method: str) -> None:
+        super().check(arguments, method)
+        if method == "qlora":
+            raise EnvironmentProblem(
+                f"engine {self.title} with MOSS_LOWMEM_METHOD=qlora: DeepSpeed cannot split weights in 4 bit. Expected "
+                "DDP (ACCELERATE_CONFIG_FILE=lowmem:ddp), or MOSS_LOWMEM_METHOD=lora."
+            )
+        if self.stage == 3 and not self._plugin.zero3_save_16bit_model:
+            raise EnvironmentProblem(
+                f"engine {self.title} with zero3_save_16bit_model: false: the run would end at its first checkpoint, "
+                "which has whole weights. Expected true, as in upstream's configs and in lowmem:zero3."
+            )
+
+    def steps_as(self, handed_over: Any, optimizer: Any) -> bool:
+        # DeepSpeed's own optimizer stands around the one that does the arithmetic: ours, or its AdamW for the CPU.
+        steps = getattr(optimizer, "optimizer", optimizer)
+        if steps is handed_over:
+            return True
+        return type(steps).__name__ in _OPTIMIZER_CLASSES and bool(getattr(steps, "adam_w_mode", False))
+
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
+        if self.stage != 3:
+            return nullcontext()
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=None)

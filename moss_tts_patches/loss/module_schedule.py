@@ -1,0 +1,61 @@
+"""``autograd`` through modules alone, for engines that lend a weight only while its own module runs.
+
+ZeRO-3 gathers a weight before its module's forward and lets go of it afterwards; FSDP's wrapped layers do the same. A
+function that takes weights as its inputs, as :mod:`.autograd_schedule` has them, would be given empty ones. Here every
+piece calls modules, and torch recomputes it in the backward: the same memory, one depth forward more, and gradients
+that the engine collects where it expects them. Chunk gradients are added up by autograd, in the weights' own dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from . import heads
+from .autograd_schedule import differentiable_inputs
+from .problem import Channel, FrameLoss
+
+if TYPE_CHECKING:
+    from .engine import EngineOptions
+
+
+def channel_sums(problem: FrameLoss, hidden: torch.Tensor, options: EngineOptions) -> torch.Tensor:
+    """Returns ``[channels]`` float32 sums that autograd can differentiate.
+
+    Args:
+        problem: heads, labels and depth model.
+        hidden: ``[frames, hidden]``.
+        options: chunk length and logits alive at once.
+    """
+    features = differentiable_inputs(problem, hidden)
+    with heads.forward_precision(hidden.device):
+        if problem.depth is not None:
+            parts = features.split(options.chunk_frames)
+            features = torch.cat([_recomputed(problem.depth, part) for part in parts])
+        return torch.stack([_channel_sum(channel, features, options.logits_at_once) for channel in problem.channels])
+
+
+def _channel_sum(channel: Channel, features: torch.Tensor, logits_at_once: int) -> torch.Tensor:
+    rows_at_once = max(1, logits_at_once // channel.projection.out_features)  # type: ignore[operator]
+    inputs = features[:, channel.position]
+    total = torch.zeros((), dtype=torch.float32, device=inputs.device)
+    for rows, labels in zip(inputs.split(rows_at_once), channel.labels.split(rows_at_once)):
+        total = total + _recomputed(_piece(channel), rows, labels)
+    return total
+
+
+def _piece(channel: Channel) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def loss(rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        adapted = rows if channel.adapter is None else channel.adapter(rows)
+        logits = channel.projection(adapted)
+        # The weight may not be there to count its rows by.
+        return torch.nn.functional.cross_entropy(logits[..., : channel.classes].float(), labels, reduction="sum")
+
+    return loss
+
+
+def _recomputed(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    return checkpoint(function, *inputs, use_reentrant=False)

@@ -1,0 +1,101 @@
+"""Chooses how a run trains: the fastest rung that fits its card, its RAM and its longest records."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..adapters.plan import AdapterPlan
+from ..adapters.shapes import adapter_shapes
+from ..families.family import Family
+from ..memory.plan_cache import PlanCache, hash_files, user_cache_folder
+from ..memory.planner import Choice, choose_plan
+from ..memory.readings import read_host
+from ..memory.reserve import GIB, Limits
+from ..memory.rungs import MicroBatch
+from ..memory.traces import Subject
+
+
+def card_memory(device: torch.device, stated_gib: float | None) -> float | None:
+    """Returns the bytes of GPU memory to plan for, or None where there is no card.
+
+    Args:
+        device: of the training.
+        stated_gib: what the user says there is.
+    """
+    if stated_gib is not None:
+        return stated_gib * GIB
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return None
+
+
+def longest_micro_batch(positions: Sequence[int], supervised: int, records: int) -> MicroBatch:
+    """The shape of the largest micro-batch that a run can meet.
+
+    Args:
+        positions: of every record.
+        supervised: positions with labels, of all records together.
+        records: of a micro-batch.
+    """
+    longest = max(positions)
+    share = min(1.0, supervised / max(1, sum(positions)))
+    return MicroBatch(records, longest, max(1, round(records * longest * share)))
+
+
+def plan_run(
+    family: Family,
+    model_class: Any,
+    config: Any,
+    *,
+    batch: MicroBatch,
+    card_bytes: float,
+    accumulation: int,
+    pinned: Mapping[str, Any],
+    method: str,
+    adapters: AdapterPlan | None,
+    lengths: Sequence[int],
+    say: Callable[[str], None],
+) -> Choice:
+    """Simulates what could be chosen, takes the cheapest that fits, and says so.
+
+    Args:
+        family: of the model.
+        model_class: upstream's class, unpatched.
+        config: the model's.
+        batch: the largest micro-batch.
+        card_bytes: of GPU memory.
+        accumulation: micro-batches an optimizer step.
+        pinned: what the user has set, by field of :class:`..memory.rungs.Rung`.
+        method: ``full``, ``lora`` or ``qlora``.
+        adapters: how they will be made; None where all weights are trained.
+        lengths: positions of every record, to say how many are too long if nothing fits.
+        say: logs a line.
+
+    Raises:
+        EnvironmentProblem: nothing fits; names the nearest options.
+        SettingsError: the pinned values contradict each other.
+    """
+    subject = Subject(
+        family,
+        model_class,
+        config,
+        batch,
+        shapes=adapter_shapes(adapters),
+        identity=hash_files([Path(inspect.getfile(model_class))]),
+    )
+    choice = choose_plan(
+        subject,
+        Limits(card_bytes, read_host().free_bytes or None, accumulation),
+        pinned,
+        methods=(method,),
+        cache=PlanCache(user_cache_folder(os.environ, Path.home())),
+        lengths=lengths,
+    )
+    say(choice.describe())
+    return choice

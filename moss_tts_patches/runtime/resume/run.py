@@ -1,0 +1,464 @@
+"""A training that writes resume points and goes on from one.
+
+The loop is upstream's. It passes the layer at the end of each micro-batch (``accumulate``), and there, after an
+optimizer step, the scheduler's step and ``zero_grad``, a point is taken: what changes with every step and is small (the
+*mark*) is noted each time, weights and optimizer states are written when a point is due. A signal in the middle of an
+accumulation window is answered with the last mark: nothing large has changed since, and the window is run again.
+
+A resumed process lets the loop run to the same place with placeholders and restores the mark there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import EnvironmentProblem, SettingsError, StateError
+from . import random_states
+from .identity import LEARNING, MENTIONED, ORDER, describe, differing, model_fingerprint, records_fingerprint
+from .point import FOLDER, Point, find_point, remove_older, write_point
+from .position import Position
+from .quiet import Quiet
+from .schedule import move_schedule, restore_schedule, scheduler_values
+from .signals import StopWish
+from .tensors import (
+    check_weights,
+    optimizer_scalars,
+    read_states,
+    read_weights,
+    trained_parameters,
+    write_states,
+    write_weights,
+)
+
+GIB = 2**30
+
+# Losses of a replay: made once, since a new tensor each time would be a tenth of its cost.
+_ZERO, _NOT_FINITE = torch.zeros(()), torch.tensor(float("nan"))
+
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    """What a user chose.
+
+    Attributes:
+        save_steps: write a point every so many optimizer steps; 0 for never.
+        save_minutes: write one when so many minutes have passed; 0 for never.
+        keep: how many stay.
+        resume: ``auto``, ``off``, or a path.
+    """
+
+    save_steps: int = 0
+    save_minutes: float = 0
+    keep: int = 2
+    resume: str = "auto"
+
+    @property
+    def saves(self) -> bool:
+        return bool(self.save_steps or self.save_minutes)
+
+
+class ResumableRun:
+    """See the module.
+
+    Args:
+        options: the user's.
+        family: its name.
+        settings: the layer's, for the record.
+        versions: of the layer and of what it stands on, for the record.
+        say: logs a line.
+        arrived: is given the steps that are done when a replay ends.
+
+    Attributes:
+        position: how far the training has come.
+        replaying: finished micro-batches are passing; nothing is computed.
+        quiet: upstream's log lines are not to be seen.
+        loader: class of the trainer's data loader.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self,
+        options: ResumeOptions,
+        family: str,
+        *,
+        settings: dict[str, Any],
+        versions: dict[str, str],
+        say: Callable[[str], None],
+        arrived: Callable[[int], object] = lambda steps: None,
+    ) -> None:
+        self._arrived = arrived
+        self.options, self._family, self._settings, self._versions, self._say = options, family, settings, versions, say
+        self.position = Position()
+        self.replaying = False
+        self.quiet = Quiet()
+        self.loader: type[Any] = object
+        self._point: Point | None = None
+        self._stop = StopWish(say)
+        self._root = Path(FOLDER)
+        self._arguments: dict[str, Any] = {}
+        self._rank = 0
+        self._records: str | None = None
+        self._model_print = ""
+        self._model: Any = None
+        self._optimizer: Any = None
+        self._scheduler: Any = None
+        self._scaler: Any = None
+        self._own_groups: list[dict[str, Any]] = []
+        self._generator: torch.Generator | None = None
+        self._epoch_start: random_states.State = {}
+        self._before_rewind: random_states.State = {}
+        self._mark: dict[str, Any] | None = None
+        self._saved_steps = 0
+        self._saved_time = time.monotonic()
+        self._step_called = False
+        self._replay_began = 0.0
+
+    # -- before training -----------------------------------------------------------------------------------------
+
+    def started(self, output_folder: Path, arguments: dict[str, Any]) -> None:
+        """The trainer's arguments are known: finds the point to go on from, and checks what can be checked.
+
+        Raises:
+            StateError: the point is not whole, or belongs to another training.
+        """
+        self._root, self._arguments = output_folder.resolve() / FOLDER, dict(arguments)
+        self._point = find_point(self.options.resume, output_folder, self._say)
+        if self._point is None:
+            return
+        values = self._point.values
+        if values["family"] != self._family:
+            self._refuse(f"it is {values['family']}'s, and this trainer is {self._family}'s")
+        method = differing(values["settings"], self._settings, ("method",))
+        if method:
+            self._refuse(f"other weights are trained ({describe(method)})")
+        order = differing(values["arguments"], self._arguments, ORDER)
+        if order:
+            self._refuse(f"other options that decide which record comes when ({describe(order)})")
+        self._check_end(values["position"])
+
+    def _check_end(self, position: dict[str, Any]) -> None:
+        most, epochs = self._arguments.get("max_train_steps"), self._arguments.get("num_epochs")
+        if (most and position["steps"] > most) or (epochs is not None and position["epoch"] >= epochs):
+            self._refuse(
+                f"it stands at step {position['steps']} in epoch {position['epoch']}, after the end that "
+                f"--max-train-steps {most} and --num-epochs {epochs} set"
+            )
+        if position["skipped"] and not self._arguments.get("skip_nonfinite_batches"):
+            self._refuse("it has left out micro-batches that were not finite; it needs --skip-nonfinite-batches again")
+
+    def _refuse(self, what: str) -> None:
+        assert self._point is not None
+        raise StateError(
+            f"resume point {self._point.folder} does not belong to this training: {what}. Start with what it was saved "
+            "with, set MOSS_LOWMEM_RESUME=off to start anew, or use another --output-dir."
+        )
+
+    def accelerator_created(self, device: torch.device, rank: int, processes: int) -> None:
+        """The process knows its place.
+
+        Raises:
+            SettingsError: resume points are asked for in a training of several processes.
+        """
+        self.device, self._rank = device, rank
+        if processes > 1 and (self.options.saves or self._point):
+            raise SettingsError(
+                f"MOSS_LOWMEM_SAVE_STEPS, _SAVE_MINUTES or _RESUME in a training of {processes} processes: resume "
+                "points are written by one process in this version. Unset them, or train on one GPU."
+            )
+
+    def records_known(self, records: Any) -> None:
+        """The trainer's records, in its order; the first call counts.
+
+        Raises:
+            StateError: they are not those of the point.
+        """
+        if self._records is not None or not (self.options.saves or self._point):
+            return
+        self._records = records_fingerprint(records) if records is not None else "unknown"
+        if self._point is not None and self._point.values["records"] != self._records:
+            self._refuse("the training records or their order are others (--train-jsonl, skipped records)")
+
+    def loader_made(self, loader: Any) -> None:
+        """The trainer has built its data loader."""
+        self.records_known(getattr(loader.dataset, "records", None))
+
+    def prepared(self, objects: tuple[Any, ...], model: Any, optimizer: Any, scaler: Any) -> None:
+        """All that a point holds exists; loads weights and optimizer states of the point to go on from.
+
+        Args:
+            objects: what ``Accelerator.prepare`` gives the loop; from here on its calls are watched.
+            model: the trained one, on its device.
+            optimizer: the layer's.
+            scaler: a ``GradScaler``, or None.
+
+        Raises:
+            StateError: the point is of another model, of other trained weights, or of another optimizer.
+        """
+        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        for item in objects:
+            self._watch(item)
+        if not (self.options.saves or self._point):
+            return
+        self._model_print = model_fingerprint(model)
+        self._own_groups = [dict(group) for group in optimizer.param_groups]
+        if self.options.saves:
+            self._announce()
+        if self._point is not None:
+            self._load(self._point)
+
+    def _watch(self, item: Any) -> None:
+        if hasattr(item, "base_dataloader"):
+            item.base_dataloader.__class__ = self.loader  # accelerate built torch's own class from the trainer's parts
+        elif hasattr(item, "scheduler") and hasattr(item, "get_last_lr"):
+            self._scheduler = item.scheduler
+            item.step = self._unless_replayed(item.step)
+        elif getattr(item, "optimizer", None) is self._optimizer and hasattr(item, "zero_grad"):
+            item.step, item.zero_grad = self._counted(item.step), self._unless_replayed(item.zero_grad)
+
+    def _counted(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps the prepared optimizer's ``step``, which upstream calls for each micro-batch that it does not skip."""
+
+        @functools.wraps(step)
+        def counted(*args: Any, **options: Any) -> Any:
+            self._step_called = True
+            return None if self.replaying else step(*args, **options)
+
+        return counted
+
+    def _unless_replayed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a call of the loop that changes what the point will restore."""
+
+        @functools.wraps(call)
+        def unless(*args: Any, **options: Any) -> Any:
+            return None if self.replaying else call(*args, **options)
+
+        return unless
+
+    def _announce(self) -> None:
+        parameters = trained_parameters(self._model).values()
+        states = sum(s.size(p.numel()) for p in parameters for s in self._optimizer.layout_of(p).values())
+        size = states + sum(p.numel() * p.element_size() for p in parameters)
+        self._say(
+            f"resume_points={self._root} each={size / GIB:.2f}GiB keep={self.options.keep} "
+            f"steps={self.options.save_steps or 'off'} minutes={self.options.save_minutes or 'off'}"
+        )
+
+    def _load(self, point: Point) -> None:
+        values = point.values
+        parameters = trained_parameters(self._model)
+        check_weights(point.folder, parameters)
+        if values["model"] != self._model_print:
+            self._refuse("its model's config or frozen weights are others (--model-path)")
+        read_weights(point.folder, parameters)
+        read_states(point.folder, self._optimizer, values["optimizer"])
+        changed = differing(values["arguments"], self._arguments, (*LEARNING, *MENTIONED))
+        if changed:
+            self._say(
+                f"warning: options have changed since the resume point, and count from now on: {describe(changed)}"
+            )
+        position = values["position"]
+        self._say(
+            f"resume={point.folder} step={position['steps']} epoch={position['epoch']} "
+            f"micro_batches_of_epoch={position['batches']}"
+        )
+        self.replaying = True
+        self._replay_began = time.perf_counter()
+
+    # -- upstream's loop -----------------------------------------------------------------------------------------
+
+    def begin_epoch(self, generator: torch.Generator | None) -> int | None:
+        """See :class:`.loader.EpochPlan`."""
+        self.position.begin_epoch()
+        self._generator = generator
+        if not self.replaying:
+            self.quiet.end()
+            if self.options.saves:
+                self._stop.listen()
+                self._epoch_start = random_states.capture(self.device, generator)
+            return 0
+        assert self._point is not None
+        self.quiet.begin()
+        if self.options.saves:
+            self._stop.listen()
+        reached = self._point.values["position"]
+        if self.position.epoch < reached["epoch"]:
+            return None
+        self._epoch_start = self._point.rank_values(self._rank)["epoch_start"]
+        return reached["batches"]
+
+    def rewind(self, generator: torch.Generator | None) -> None:
+        """See :class:`.loader.EpochPlan`."""
+        self._before_rewind = random_states.capture(self.device, generator)
+        random_states.restore(self._epoch_start, self.device, generator)
+
+    def forward_again(self, generator: torch.Generator | None) -> None:
+        """See :class:`.loader.EpochPlan`."""
+        random_states.restore(self._before_rewind, self.device, generator)
+
+    def micro_batch_begins(self) -> None:
+        """The loop has entered ``accumulate``."""
+        if not self.replaying:
+            self.quiet.end()
+
+    def replayed_loss(self) -> torch.Tensor:
+        """A loss that nobody looks at; not finite where upstream left the micro-batch out for that."""
+        assert self._point is not None
+        return _NOT_FINITE if self.position.micro_batches in self._skipped else _ZERO
+
+    @functools.cached_property
+    def _skipped(self) -> frozenset[int]:
+        return frozenset(self._point.values["position"]["skipped"] if self._point is not None else ())
+
+    def micro_batch_done(self, window_done: bool) -> None:
+        """The loop leaves ``accumulate`` without an error.
+
+        Args:
+            window_done: the accumulation window ended with this micro-batch.
+
+        Raises:
+            SystemExit: the run was asked to stop.
+        """
+        stepped, self._step_called = self._step_called, False
+        self.position.micro_batch_done()
+        if self.replaying:
+            assert self._point is not None
+            if self.position.micro_batches == self._point.values["position"]["micro_batches"]:
+                self._arrive(self._point)
+        elif not stepped:
+            self.position.skipped.append(self.position.micro_batches - 1)
+        elif window_done:
+            self.position.steps += 1
+            if self.options.saves:
+                self._take_mark()
+                if self._is_due():
+                    self._save()
+        if self._stop.number is not None:
+            self._stop_now()
+
+    def _take_mark(self) -> None:
+        self._mark = {
+            "position": self.position.as_values(),
+            "scheduler": scheduler_values(self._scheduler),
+            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
+            "rank": {
+                "random": random_states.capture(self.device, self._generator),
+                "epoch_start": self._epoch_start,
+            },
+        }
+
+    def _arrive(self, point: Point) -> None:
+        """The replay has come to the point: the rest of it is restored here, where it was noted."""
+        values, own = point.values, point.rank_values(self._rank)
+        reached = values["position"]
+        if (self.position.epoch, self.position.batches) != (reached["epoch"], reached["batches"]):
+            raise StateError(
+                f"resume point {point.folder}: after {reached['micro_batches']} micro-batches this run is at epoch "
+                f"{self.position.epoch}, batch {self.position.batches}; expected epoch {reached['epoch']}, batch "
+                f"{reached['batches']}. The number of records or processes has changed."
+            )
+        changed = differing(values["arguments"], self._arguments, LEARNING)
+        saved = values["scheduler"]
+        if changed:
+            move_schedule(self._scheduler, self._optimizer, saved, self._own_groups)
+        else:
+            restore_schedule(self._scheduler, self._optimizer, saved)
+        if self._scaler is not None and values["scaler"] is not None:
+            self._scaler.load_state_dict(values["scaler"])
+        self.position = Position(**reached)
+        self._saved_steps, self._saved_time = self.position.steps, time.monotonic()
+        random_states.restore(own["random"], self.device, self._generator)
+        self.replaying = False
+        self._arrived(self.position.steps)
+        seconds = max(time.perf_counter() - self._replay_began, 1e-9)
+        self._say(
+            f"resume replayed={self.position.micro_batches} micro-batches seconds={seconds:.2f} "
+            f"next_step={self.position.steps + 1}"
+        )
+        if self.options.saves:
+            self._take_mark()
+
+    # -- saving --------------------------------------------------------------------------------------------------
+
+    def _is_due(self) -> bool:
+        every, minutes = self.options.save_steps, self.options.save_minutes
+        by_steps = every > 0 and self.position.steps % every == 0
+        return by_steps or (minutes > 0 and time.monotonic() - self._saved_time >= 60 * minutes)
+
+    def _save(self) -> bool:
+        """Writes a point of the last mark; a disk that is full ends no training."""
+        assert self._mark is not None
+        began = time.perf_counter()
+        mark = {key: value for key, value in self._mark.items() if key != "rank"}
+        values = {
+            "family": self._family,
+            "saved_at": f"{time.strftime('%Y-%m-%d %H:%M:%S')}",
+            **mark,
+            "optimizer": optimizer_scalars(self._optimizer),  # unchanged since the mark, as the tensors are
+            "records": self._records,
+            "model": self._model_print,
+            "processes": 1,
+            "arguments": {name: value for name, value in self._arguments.items() if _is_plain(value)},
+            "settings": self._settings,
+            "versions": self._versions,
+        }
+        try:
+            folder = write_point(self._root, values, {self._rank: self._mark["rank"]}, self._write_tensors, self._say)
+        except (OSError, EnvironmentProblem) as error:
+            self._say(f"warning: no resume point could be written at step {mark['position']['steps']}: {error}")
+            return False
+        self._saved_steps, self._saved_time = mark["position"]["steps"], time.monotonic()
+        seconds = time.perf_counter() - began
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        self._say(f"resume_point={folder.name} size={size / GIB:.2f}GiB seconds={seconds:.1f}")
+        remove_older(self._root, self.options.keep, self._say)
+        return True
+
+    def _write_tensors(self, folder: Path) -> None:
+        write_weights(folder, trained_parameters(self._model))
+        write_states(folder, self._optimizer)
+
+    def _stop_now(self) -> None:
+        """Ends the process, with a point of the last step unless there is one."""
+        steps = self._mark["position"]["steps"] if self._mark is not None else 0
+        if self.replaying:
+            self._say("stopped before anything was computed: the resume point stands as it was")
+        elif self._mark is None:
+            self._say("stopped before the first optimizer step: there is nothing to resume")
+        elif steps == self._saved_steps or self._save():
+            self._say(
+                f"stopped after step {steps}. To go on, start the same command again "
+                f"(it finds the point by itself), or name it: MOSS_LOWMEM_RESUME={self._root / f'step-{steps}'}"
+            )
+        self._stop.stop_listening()
+        raise SystemExit(self._stop.exit_status)
+
+    def unless_replaying(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a trainer's ``save_checkpoint``: a replay rewrites nothing, and has nothing to write."""
+        signature = inspect.signature(save)
+
+        @functools.wraps(save)
+        def save_checkpoint(*args: Any, **options: Any) -> Any:
+            if not self.replaying:
+                self.quiet.end()
+                return save(*args, **options)
+            folder = Path(signature.bind(*args, **options).arguments["output_dir"])
+            if not folder.is_dir():
+                self._say(
+                    f"{folder.name} is not there and cannot be written: the resume point is of a later step than it"
+                )
+            return None
+
+        return save_checkpoint
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (str, int, float, bool))
