@@ -24,6 +24,8 @@ Variables of this script:
   MOSS_LOWMEM          1 (default here): with the layer; 0: the official script alone
   MOSS_TTS_REPO        the MOSS-TTS checkout (default: the current folder, its parents, ./MOSS-TTS)
   MOSS_LOWMEM_FAMILY   which family of models to train (default: moss_tts_local)
+  ACCELERATE_CONFIG_FILE  lowmem:ddp, lowmem:fsdp, lowmem:zero2, lowmem:zero3 and their -offload use all visible GPUs
+                       (`moss-lowmem configs` says more); otherwise a file, as for the official script
   MOSS_LOWMEM_ENGINE   auto (default): one plain process where an engine over several GPUs would have only one;
                        keep: the accelerate config as it is given
 
@@ -128,6 +130,11 @@ resolve_paths() {
   done
   for name in MODEL_PATH CODEC_PATH; do
     [[ -z "${!name:-}" ]] || export "$name=$(model_from_caller "${!name}")"
+  done
+  # Words like auto, and paths that do not exist, are left for the settings to judge.
+  for name in MOSS_LOWMEM_LORA_INIT MOSS_LOWMEM_LORA_CONFIG MOSS_LOWMEM_RESUME; do
+    value="${!name:-}"
+    [[ -z "$value" || "$value" == /* || ! -e "$caller/$value" ]] || export "$name=$(from_caller "$value")"
   done
   [[ -z "${TRAIN_JSONL:-}" ]] || TRAIN_JSONL="$(list_from_caller "$TRAIN_JSONL")"
   # A config may be the user's or one of the checkout's own.

@@ -18,9 +18,11 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
+from moss_tts_patches.adapters.shapes import adapter_shapes
 from moss_tts_patches.memory.figures import RungFigures
 from moss_tts_patches.memory.footprint import CATEGORIES
 from moss_tts_patches.memory.full_ladder import FullLadder, Wanted, simulate_ladder
+from moss_tts_patches.memory.methods import SHAPES
 from moss_tts_patches.memory.plan_cache import PlanCache, user_cache_folder
 from moss_tts_patches.memory.reserve import GIB, Limits
 from moss_tts_patches.memory.rungs import MicroBatch
@@ -35,9 +37,10 @@ ACCUMULATION = 8
 
 INTRODUCTION = """# What each way to train needs
 
-Simulated at full size, one micro-batch in the middle of an accumulation window and the optimizer step: {batch}. GiB at
-the peak of live tensors; a card also needs about 1.3 GiB for the CUDA context, workspaces, a desktop and the
-allocator's rounding, which the lines "fits" count. FLOPs are relative to `{reference}`.
+Simulated at full size, one micro-batch in the middle of an accumulation window and the optimizer step:
+{batch}. GiB at the peak of live tensors; a card also needs about 1.3 GiB for the
+CUDA context, workspaces, a desktop and the allocator's rounding, which the lines "fits" count. FLOPs are relative to
+`{reference}`.
 
 Written by `python benchmarks/ladders.py` on {date}: {versions}. For your own records and card: `moss-lowmem plan`.
 """
@@ -81,6 +84,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "docs/memory.md")
     parser.add_argument("--positions", type=int, default=600)
     arguments = parser.parse_args()
+    SHAPES.update(adapter_shapes())
     batch = MicroBatch(1, arguments.positions, round(arguments.positions * SUPERVISED_SHARE))
     repository = Path(os.environ["MOSS_TTS_REPO"]) if "MOSS_TTS_REPO" in os.environ else None
     cache = PlanCache(user_cache_folder(os.environ, Path.home()))

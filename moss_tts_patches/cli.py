@@ -12,6 +12,7 @@ import typer
 
 from . import __version__
 from .commands.check_data import check_data
+from .commands.configs import configs
 from .commands.doctor import doctor
 from .commands.inspect import inspect
 from .commands.merge import merge
@@ -70,6 +71,7 @@ def run(context: typer.Context) -> None:
 
 
 app.command("check-data")(check_data)
+app.command("configs")(configs)
 app.command("doctor")(doctor)
 app.command("inspect")(inspect)
 app.command("merge")(merge)

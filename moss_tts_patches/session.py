@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,8 @@ from .runtime.plan import card_memory, longest_micro_batch, plan_run
 from .runtime.precision import settle_precision
 from .runtime.recording import RunRecord
 from .runtime.report import GIB, StepClock, describe_module, describe_parameters, log, peak_memory
-from .runtime.resume.run import ResumableRun, ResumeOptions
+from .runtime.resume.run import ResumableRun
+from .runtime.resume.writer import ResumeOptions
 from .runtime.saving import finish_interrupted_saves, name_in_the_end
 from .runtime.stores import StoreRequest, build_stores
 from .runtime.training_data import TrainingData
@@ -117,19 +119,28 @@ class Session:
             self.resume.started(self._output_folder, vars(namespace))
         self.watch.started(self._output_folder)
         if self.settings.preflight == "1":
-            self.watch.check(self._output_folder, model_path, self._whole_checkpoints())
+            self.watch.check(
+                self._output_folder, model_path, self._whole_checkpoints(), resumes=self.resume.goes_on
+            )
         return namespace
 
     def _whole_checkpoints(self) -> int:
-        """How many checkpoints of the model's size the run writes; adapters are small."""
+        """How many times the model's size the run writes to its output folder; adapters are small."""
         saves = getattr(self._arguments_parsed, "num_epochs", 1) + self.family.extra_checkpoints
-        return saves if self.adapters is None else {"none": 0, "last": 1, "all": saves}[self.settings.merge]
+        if self.adapters is not None:
+            return {"none": 0, "last": 1, "all": saves}[self.settings.merge]
+        # A point holds bf16 weights and 8-bit states: twice the weights. One more than are kept while it is written.
+        return saves + (2 * (self.settings.keep + 1) if self.resume.options.saves else 0)
 
     @ending_the_run()
     def accelerator_created(self, accelerator: Any) -> None:
         """Checks the engine; the first thing that main() does after its arguments."""
         self.parallel = engine_of(accelerator)
         self.parallel.check(self._arguments_parsed, self.settings.method)
+        self.parallel.settle_loading(self.family.loads_in_parts)
+        corrected = self.corrects("gradient_clipping")
+        if (change := self.parallel.settle_clipping(self._arguments_parsed, corrected=corrected)) is not None:
+            log(f"correction=gradient_clipping {change}")
         self.accelerator = accelerator
         self.resume.accelerator_created(accelerator.device, accelerator.process_index, accelerator.num_processes)
         reason = self.parallel.autograd_reason
@@ -142,6 +153,7 @@ class Session:
             schedule=self.schedule,
             chunk_frames=self.settings.chunk_frames,
             runs_by_module=self.parallel.runs_by_module,
+            frames_of_all=self.parallel.frames_of_all,
         )
 
     @ending_the_run()
@@ -163,14 +175,15 @@ class Session:
     def before_model_load(self, model_class: Any, config: Any) -> None:
         """Checks upstream's structure and mathematics while nothing expensive has happened."""
         self.family.check_class(model_class)
-        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        with self.parallel.building(), torch.device("meta"), torch.random.fork_rng(devices=[]):
             structure = model_class(config)
         self.family.check_structure(structure)
         self._plan(model_class, config)
         if self.adapters is not None:
             self.adapters.structure_known(structure, self.accelerator.mixed_precision, self.accelerator.device)
         if self.settings.checks_itself:
-            check_against_upstream(self.family, model_class, config, self._upstream_forward, self.engine_options)
+            with self.parallel.building():
+                check_against_upstream(self.family, model_class, config, self._upstream_forward, self.engine_options)
 
     def _plan(self, model_class: Any, config: Any) -> None:
         """Chooses what the user has not set, for this card and these records."""
@@ -203,6 +216,10 @@ class Session:
     def loading_options(self) -> dict[str, Any]:
         """What ``from_pretrained`` is given besides the trainer's own arguments."""
         return self.adapters.loading_options() if self.adapters is not None else {}
+
+    def loading(self) -> AbstractContextManager[object]:
+        """Open while ``from_pretrained`` runs."""
+        return self.parallel.loading()
 
     @ending_the_run()
     def model_loaded(self, model: Any) -> None:
@@ -297,6 +314,7 @@ class Session:
                 "to load its model, build AdamW from it and prepare both; upgrade moss_tts_patches, or use "
                 "MOSS_LOWMEM=0."
             )
+        self.parallel.before_prepare(self.family.backbone(self.model))
 
     def after_prepare(self, prepared: tuple[Any, ...]) -> None:
         """Checks the optimizer that accelerate hands back, and says what will run."""

@@ -26,6 +26,7 @@ CORRECTIONS: dict[str, str] = {
     "mask empty, which CUDA kernels turn into nan gradients: OpenMOSS/MOSS-TTS#196)",
     "learning_rate_steps": "N processes, all families but moss_tts_local_v1.5: the learning rate takes one step per "
     "optimizer step (upstream: N, so that its schedule ends after 1/N of the training)",
+    "gradient_clipping": "DeepSpeed clips at --max-grad-norm (upstream: at 1.0, whatever that says)",
     "depth_attention": "moss_tts_local_v1.5: the depth model uses the attention that --attn-implementation asks for "
     "(upstream: the one in the checkpoint's config, whether it is installed or not)",
 }

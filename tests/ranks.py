@@ -95,7 +95,7 @@ class RankServer:
         Args:
             check: fail the test, showing the output, unless every rank ends with status 0.
         """
-        log = output.with_suffix(".log")
+        log = output.with_name(output.name + ".log")
         log.parent.mkdir(parents=True, exist_ok=True)
         request: dict[str, Any] = {
             "script": script,

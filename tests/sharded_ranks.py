@@ -1,6 +1,6 @@
 """Run under torchrun: every family's loss and gradients with weights split by FSDP, beside the whole model.
 
-``sharded_ranks.py VERSION`` prints one line a family and a case, ``family case loss_error gradient_error``.
+``sharded_ranks.py VERSION [control]`` prints one line a family and a case: ``family case loss_error gradient_error``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
+from moss_tts_patches.engines.engine import largest_of_all
 from moss_tts_patches.families.family import Family, TrainingContext, supervised_positions
 from moss_tts_patches.families.local import LocalFamily
 from moss_tts_patches.loss.engine import EngineOptions, LossEngine
@@ -84,6 +85,8 @@ def compare(name: str, version: str, *, wrap_depth: bool, checkpointing: bool, b
     """Returns how far loss and gradients are from those of the whole model, averaged over the ranks' batches."""
     family, make_model, make_batch = FAMILIES[name]
     batch = make_batch(5 + dist.get_rank())
+    if dist.get_rank() and by_module:  # fewer supervised frames, so that ranks would make another number of chunks
+        batch["labels"][0] = -100
     whole = make_model()
     for parent, attribute in family.unread_embeddings(whole):
         getattr(parent, attribute).requires_grad_(False)
@@ -98,7 +101,13 @@ def compare(name: str, version: str, *, wrap_depth: bool, checkpointing: bool, b
     depth = family.depth_model(parts)
     if wrap_depth and depth is not None:
         layers |= {type(layer) for layer in getattr(depth, "layers", None) or depth.h}  # type: ignore[union-attr]
-    options = EngineOptions("autograd", chunk_frames=4, logits_at_once=128, runs_by_module=by_module)
+    options = EngineOptions(
+        "autograd",
+        chunk_frames=4,
+        logits_at_once=128,
+        runs_by_module=by_module,
+        frames_of_all=lambda frames: largest_of_all(frames, torch.device("cpu")),
+    )
     wrapped = sharded(WithLoss(family, parts, options), layers, version)
     loss = wrapped(**batch)
     loss.backward()
@@ -117,16 +126,17 @@ def report(name: str, version: str, case: str, **options: bool) -> None:
         print(f"{name} {case} {line}", flush=True)
 
 
-def main(version: str) -> None:
+def main(version: str, control: bool) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    for name in FAMILIES:
+    if control:
+        report("moss_tts_local", version, "control", wrap_depth=True, checkpointing=True, by_module=False)
+    for name in () if control else FAMILIES:
         for wrap_depth, checkpointing in ((True, True), (True, False), (False, True)):
             case = f"depth={'split' if wrap_depth else 'whole'},checkpointing={int(checkpointing)}"
             report(name, version, case, wrap_depth=wrap_depth, checkpointing=checkpointing, by_module=True)
-    report("moss_tts_local", version, "control", wrap_depth=True, checkpointing=True, by_module=False)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], control="control" in sys.argv)

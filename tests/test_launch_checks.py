@@ -12,7 +12,7 @@ import pytest
 from launcher import ENGINE_YAML, PROJECT, environment_of, make_gpus, make_package, make_program
 
 from moss_tts_patches.errors import EnvironmentProblem, SettingsError
-from moss_tts_patches.launch import engine
+from moss_tts_patches.launch import configs, engine
 from moss_tts_patches.launch.engine import SINGLE_PROCESS, choose_engine, read_config, visible_gpus
 from moss_tts_patches.launch.families import SUPPORTED, family_problem
 from moss_tts_patches.launch.interpreter import activating_environment, problem_with, python_of
@@ -174,12 +174,83 @@ def test_accelerate_reads_our_config_as_one_plain_process(tmp_path: Path) -> Non
     assert "had defaults used instead" not in done.stderr
 
 
-@pytest.mark.parametrize(("gpus", "machines", "processes"), [(2, 1, 8), (1, 2, 2), (4, 1, "null")])
-def test_several_processes_on_several_gpus_are_refused(
+@pytest.mark.parametrize(("gpus", "machines", "processes"), [(8, 1, 8), (1, 2, 2), (4, 1, "null"), (0, 2, 16)])
+def test_several_processes_on_several_gpus_train_with_the_layer(
     tmp_path: Path, gpus: int, machines: int, processes: int | str
 ) -> None:
-    with pytest.raises(EnvironmentProblem, match=r"trains in one process.*MOSS_LOWMEM=0"):
-        choose_engine("auto", config(tmp_path, "MULTI_GPU", processes, machines), lambda: gpus)
+    path = config(tmp_path, "MULTI_GPU", processes, machines)
+    choice = choose_engine("auto", path, lambda: gpus)
+    assert choice.config_file == path
+    assert choice.line.startswith("engine=DDP ")
+
+
+def test_more_processes_than_gpus_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match=r"asks for 8 processes \(DDP\), and 2 GPUs are visible.*moss-lowmem"):
+        choose_engine("auto", config(tmp_path, "MULTI_GPU", 8), lambda: 2)
+
+
+# -- ready configs ----------------------------------------------------------------------------------------------------
+
+READY = ["ddp", "fsdp", "zero2", "zero2-offload", "zero3", "zero3-offload"]
+
+
+def test_there_is_a_config_for_every_engine() -> None:
+    assert configs.config_names() == READY
+    assert all(len(configs.describe_config(name)) > 40 for name in READY)
+
+
+@pytest.mark.parametrize("name", READY)
+def test_accelerate_reads_a_ready_config(tmp_path: Path, name: str) -> None:
+    """What accelerate's launcher makes of it, up to the processes that it would start."""
+    path = tmp_path / "config.yaml"
+    path.write_text(configs.config_text(name, 3), encoding="utf-8")
+    code = (
+        "import json, sys\nfrom accelerate.commands import launch\n"
+        "args = launch.launch_command_parser().parse_args(['--config_file', sys.argv[1], 'x.py'])\n"
+        "args, defaults, _ = launch._validate_launch_command(args)\n"
+        "names = ['num_processes', 'use_deepspeed', 'use_fsdp', 'multi_gpu', 'zero_stage', 'offload_optimizer_device', "
+        "'offload_param_device', 'gradient_accumulation_steps', 'gradient_clipping', 'zero3_save_16bit_model']\n"
+        "print(json.dumps({name: getattr(args, name) for name in names}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], env=environment_of(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    zero = int(name[4]) if name.startswith("zero") else None
+    assert found["num_processes"] == 3
+    assert (found["use_deepspeed"], found["use_fsdp"], found["multi_gpu"]) == (
+        bool(zero),
+        name == "fsdp",
+        name == "ddp",
+    )
+    if zero:
+        assert found["zero_stage"] == zero
+        assert found["offload_optimizer_device"] == ("cpu" if name.endswith("offload") else None)
+        assert found["offload_param_device"] == ("cpu" if name == "zero3-offload" else None)
+        assert found["zero3_save_16bit_model"] is (True if zero == 3 else None)
+    # Those of the trainer's own options count.
+    assert found["gradient_accumulation_steps"] is found["gradient_clipping"] is None
+
+
+@pytest.mark.parametrize("gpus", [2, 8])
+def test_a_ready_config_takes_all_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    choice = choose_engine("auto", "lowmem:zero2-offload", lambda: gpus)
+    found = read_config(choice.config_file)
+    assert (found.title, found.processes, found.machines) == ("ZeRO-2", gpus, 1)
+    assert choice.line == f"engine=ZeRO-2 accelerate_config={choice.config_file} processes={gpus}"
+
+
+def test_a_ready_config_on_one_gpu_is_one_plain_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    choice = choose_engine("auto", "lowmem:zero3", lambda: 1)
+    assert choice.config_file == str(SINGLE_PROCESS) and "instead_of=lowmem:zero3" in choice.line
+    assert not list(tmp_path.iterdir())
+    assert read_config(choose_engine("keep", "lowmem:zero3", lambda: 1).config_file).processes == 1
+
+
+def test_an_unknown_ready_config_names_the_nearest() -> None:
+    with pytest.raises(SettingsError, match="lowmem:zero4 is not a config; the nearest one is lowmem:zero"):
+        choose_engine("auto", "lowmem:zero4", must_not_count)
 
 
 @pytest.mark.parametrize(

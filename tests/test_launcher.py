@@ -207,6 +207,39 @@ def test_upstreams_own_engines_and_script(
     assert options["--train-jsonl"] == f"{user}/train_with_codes.jsonl"
 
 
+def test_a_ready_config_takes_the_gpus_that_are_there(checkout: Path, user: Path, tmp_path: Path) -> None:
+    make_gpus(tmp_path / "bin", 2)
+    environment = environment_of(
+        tmp_path / "bin",
+        MOSS_TTS_REPO=str(checkout),
+        ACCELERATE_CONFIG_FILE="lowmem:fsdp",
+        XDG_CACHE_HOME=str(tmp_path / "cache"),
+    )
+    del environment["CUDA_VISIBLE_DEVICES"]
+    done = launch(user, environment)
+    assert done.status == 0, done.stderr
+    config = done.given["ACCELERATE_CONFIG_FILE"]
+    assert config is not None and "num_processes: 2\n" in Path(config).read_text(encoding="utf-8")
+    assert "engine=FSDP" in done.stdout
+
+
+def test_deepspeed_has_to_be_there_for_its_config(checkout: Path, user: Path, tmp_path: Path) -> None:
+    make_gpus(tmp_path / "bin", 2)
+    environment = environment_of(
+        tmp_path / "bin",
+        MOSS_TTS_REPO=str(checkout),
+        ACCELERATE_CONFIG_FILE="lowmem:zero2-offload",
+        XDG_CACHE_HOME=str(tmp_path / "cache"),
+    )
+    del environment["CUDA_VISIBLE_DEVICES"]
+    assert "is for DeepSpeed, which is not installed" in launch(user, environment).error
+    packages = make_package(tmp_path / "packages", "deepspeed", "")
+    done = launch(user, {**environment, "PYTHONPATH": str(packages)})
+    assert "offload_optimizer_device: cpu" in Path(done.given["ACCELERATE_CONFIG_FILE"] or "").read_text(
+        encoding="utf-8"
+    )
+
+
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +256,7 @@ def test_upstreams_own_engines_and_script(
         ({"MOSS_LOWMEM_SCHEDULE": "stagd"}, "MOSS_LOWMEM_SCHEDULE='stagd'"),
         ({"MOSS_LOWMEM_CHUNK": "8"}, "the nearest one is MOSS_LOWMEM_CHUNK_FRAMES"),
         ({"MOSS_TTS_REPO": "/no/such folder"}, "MOSS_TTS_REPO=/no/such folder is not a MOSS-TTS checkout"),
+        ({"ACCELERATE_CONFIG_FILE": "lowmem:dpp"}, "lowmem:dpp is not a config; the nearest one is lowmem:ddp"),
         ({"ACCELERATE_CONFIG_FILE": "no.yaml"}, "ACCELERATE_CONFIG_FILE=no.yaml: No such file"),
     ],
 )

@@ -6,9 +6,17 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from ..errors import EnvironmentProblem, SettingsError
+
+
+def largest_of_all(value: int, device: torch.device) -> int:
+    """Returns the largest ``value`` of all processes; each has to ask."""
+    shared = torch.tensor([value], dtype=torch.int64, device=device)
+    torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.MAX)
+    return int(shared.item())
 
 
 class TrainingEngine:
@@ -62,8 +70,28 @@ class TrainingEngine:
                 "same number (in the config: gradient_accumulation_steps, or leave it out there)."
             )
 
-    def before_prepare(self, model: nn.Module) -> None:
-        """The model is complete; ``accelerator.prepare`` comes next."""
+    def settle_clipping(self, arguments: Any, *, corrected: bool) -> str | None:
+        """Has an engine that clips by itself do so as the trainer's ``--max-grad-norm`` says.
+
+        Returns:
+            What was changed, or None.
+        """
+        return None
+
+    def settle_loading(self, in_parts: bool) -> None:
+        """Decides how the model is loaded.
+
+        Args:
+            in_parts: its class can be built while an engine takes every weight apart at once.
+        """
+
+    def building(self) -> AbstractContextManager[object]:
+        """While it is open, a model that is made has whole weights."""
+        return nullcontext()
+
+    def loading(self) -> AbstractContextManager[object]:
+        """Open while the trainer loads its model."""
+        return nullcontext()
 
     def prepared_optimizer(self, handed_over: Any, prepared: Iterable[Any]) -> Any:
         """Returns accelerate's wrapper of the optimizer that was handed over.
@@ -88,6 +116,22 @@ class TrainingEngine:
     def steps_as(self, handed_over: Any, optimizer: Any) -> bool:
         """Whether ``optimizer`` follows the rule of the one that was handed over."""
         return optimizer is handed_over
+
+    def frames_of_all(self, frames: int) -> int:
+        """Returns the most supervised frames that any process has, where all of them have to call modules in step."""
+        return frames
+
+    def before_prepare(self, backbone: nn.Module) -> None:
+        """The model is complete, and ``accelerator.prepare`` comes next."""
+
+    def complete(self, weights: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+        """Returns what ``accelerator.get_state_dict`` gave as it has to be saved.
+
+        Args:
+            weights: by name; the same tensor for tied weights where they are one.
+            model: the trainer's, without accelerate's wrapper.
+        """
+        return weights
 
     def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
         """While it is open, ``parameters`` are whole; every process has to open it."""

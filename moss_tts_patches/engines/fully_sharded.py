@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from torch import nn
+
 from ..errors import EnvironmentProblem
-from .engine import TrainingEngine
+from .engine import TrainingEngine, largest_of_all
 
 
 class FullySharded(TrainingEngine):
@@ -27,6 +29,16 @@ class FullySharded(TrainingEngine):
     loss_inside_forward: ClassVar[bool] = True
     parks_embeddings: ClassVar[bool] = False
     can_try_longest: ClassVar[bool] = False
+
+    def before_prepare(self, backbone: nn.Module) -> None:
+        plugin = self.accelerator.state.fsdp_plugin
+        if not plugin.transformer_cls_names_to_wrap:
+            # accelerate would ask the model, and moss_tts_local names another model's layer.
+            layers: Any = backbone.layers
+            plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in layers})
+
+    def frames_of_all(self, frames: int) -> int:
+        return largest_of_all(frames, self.accelerator.device)
 
     def check(self, arguments: Any, method: str) -> None:
         super().check(arguments, method)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
-from ..errors import EnvironmentProblem
-from .engine import TrainingEngine
+from ..errors import EnvironmentProblem, SettingsError
+from .engine import TrainingEngine, largest_of_all
 
 # Both are Adam or AdamW, by an attribute.
 _OPTIMIZER_CLASSES = ("DeepSpeedCPUAdam", "FusedAdam")
@@ -37,6 +38,7 @@ class Zero(TrainingEngine):
         self.title = f"DeepSpeed ZeRO-{self.stage}"  # type: ignore[misc]
         self.runs_by_module = self.stage == 3  # type: ignore[misc]
         # A weight of stage 3 is split while it is loaded, and small where it is never gathered.
+        self._loads_whole = False
         self.parks_embeddings = self.stage != 3  # type: ignore[misc]
 
     @property
@@ -60,12 +62,64 @@ class Zero(TrainingEngine):
                 "which has whole weights. Expected true, as in upstream's configs and in lowmem:zero3."
             )
 
+        clipping = self._plugin.deepspeed_config.get("gradient_clipping")
+        if isinstance(clipping, (int, float)) and clipping != arguments.max_grad_norm:
+            raise SettingsError(
+                f"engine {self.title} with gradient_clipping: {clipping}: DeepSpeed clips by itself and would follow the "
+                f"accelerate config, while --max-grad-norm is {arguments.max_grad_norm}. Set both to the same number, or "
+                "leave it out of the config."
+            )
+
+    def settle_clipping(self, arguments: Any, *, corrected: bool) -> str | None:
+        # Source: accelerate ``_prepare_deepspeed`` fills "auto" with 1.0, whatever the trainer asks for.
+        config = self._plugin.deepspeed_config
+        if not corrected or config.get("gradient_clipping") != "auto" or arguments.max_grad_norm == 1.0:
+            return None
+        config["gradient_clipping"] = float(arguments.max_grad_norm)
+        return f"DeepSpeed clips at --max-grad-norm {arguments.max_grad_norm} (upstream: at 1.0, whatever it says)"
+
     def steps_as(self, handed_over: Any, optimizer: Any) -> bool:
         # DeepSpeed's own optimizer stands around the one that does the arithmetic: ours, or its AdamW for the CPU.
         steps = getattr(optimizer, "optimizer", optimizer)
         if steps is handed_over:
             return True
         return type(steps).__name__ in _OPTIMIZER_CLASSES and bool(getattr(steps, "adam_w_mode", False))
+
+    def settle_loading(self, in_parts: bool) -> None:
+        self._loads_whole = self.stage == 3 and not in_parts
+        if self._loads_whole:
+            self._plugin.zero3_init_flag = False
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        from transformers.integrations import deepspeed as integration
+
+        # transformers takes weights apart as long as it knows of a config with stage 3; accelerate holds the config.
+        reference = integration._hf_deepspeed_config_weak_ref
+        integration.unset_hf_deepspeed_config()
+        try:
+            yield
+        finally:
+            config = reference() if reference is not None else None
+            if config is not None:
+                integration.set_hf_deepspeed_config(config)
+
+    def loading(self) -> AbstractContextManager[object]:
+        return self.building() if self._loads_whole else nullcontext()
+
+    def frames_of_all(self, frames: int) -> int:
+        return largest_of_all(frames, self.accelerator.device) if self.stage == 3 else frames
+
+    def complete(self, weights: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+        """Makes tied weights one tensor again: DeepSpeed copies each of them, and each would be saved."""
+        if not weights:  # stage 3 gathers on the main process alone
+            return weights
+        first: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            original = first.setdefault(id(parameter), name)
+            if original != name and name in weights and original in weights:
+                weights[name] = weights[original]
+        return weights
 
     def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
         if self.stage != 3:

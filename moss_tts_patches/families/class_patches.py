@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -39,6 +40,9 @@ class RunHooks(Protocol):
 
     def loading_options(self) -> dict[str, Any]:
         """What ``from_pretrained`` is given besides the trainer's own arguments."""
+
+    def loading(self) -> AbstractContextManager[object]:
+        """Open while the trainer's loader runs."""
 
     def model_loaded(self, model: Any) -> None:
         """The trainer's model, still in host memory."""
@@ -78,7 +82,8 @@ def patch_model_class(session: RunHooks, model_class: Any, training_arguments: f
         session.before_model_load(cls, cls.config_class.from_pretrained(path))
         inherited = super(model_class, cls).from_pretrained
         load = upstream_loader.__get__(None, cls) if upstream_loader is not None else inherited
-        model = session.guarded("load", load)(*args, **{**options, **session.loading_options()})
+        with session.loading():
+            model = session.guarded("load", load)(*args, **{**options, **session.loading_options()})
         session.model_loaded(model)
         return model
 

@@ -143,6 +143,8 @@ class Family(ABC):
     extra_checkpoints: ClassVar[int] = 0
     #: Whether upstream's own trainer can checkpoint activations; the planner compares with what upstream can do.
     upstream_checkpoints: ClassVar[bool] = True
+    #: Whether the class can be built while ZeRO-3 takes every weight apart at once.
+    loads_in_parts: ClassVar[bool] = True
 
     @classmethod
     @abstractmethod

@@ -65,6 +65,7 @@ class LocalV15Family(Family):
     )
     training_arguments: ClassVar[frozenset[str]] = frozenset(_BATCH)
     extra_checkpoints: ClassVar[int] = 1  # checkpoint-last
+    loads_in_parts: ClassVar[bool] = False  # its constructor copies rows of one head into another
     # Its heads are its embeddings: neither can carry an adapter, so there is no group of them.
     tied_modules: ClassVar[tuple[str, ...]] = (
         r"text_lm_head",
@@ -154,6 +155,8 @@ class LocalV15Family(Family):
         labels = _learned_labels(base, batch["labels"])
         summary = context.summarise_labels(labels)
         shares = _shares(batch["channelwise_loss_weight"], labels.shape[-1], summary.empty_channels)
+        if context.every_weight:
+            shares = [share or 0.0 for share in shares]
         hidden = self._backbone_hidden(model, base, batch, context)
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, summary.positions)
         # Outside autocast upstream computes in the parameters' own dtype; accelerate made the hidden states float32.
@@ -162,9 +165,6 @@ class LocalV15Family(Family):
         problem = self.frame_loss(base, frame_labels, shares)
         loss, _ = context.engine.loss(problem, rows, context.loss_scale())
         context.expected_contributions = _expected_contributions(base, problem, context)
-        if context.every_weight and _is_idle(base, problem):
-            loss = loss + 0 * _text_head(base)(rows[:1]).sum()
-            context.expected_contributions = {}
         return LossOutput(loss=loss)
 
     @staticmethod

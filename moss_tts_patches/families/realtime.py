@@ -47,6 +47,7 @@ class RealtimeFamily(Family):
     )
     training_arguments: ClassVar[frozenset[str]] = frozenset({"input_ids", "attention_mask", "labels"})
     upstream_checkpoints: ClassVar[bool] = False
+    loads_in_parts: ClassVar[bool] = False  # its initialisation indexes weights by padding_idx, and a part is empty
     adapter_groups: ClassVar[dict[str, str]] = {
         "backbone": r"language_model\.layers\.\d+\." + QWEN3_PROJECTIONS,
         "depth": r"local_transformer\.model\.layers\.\d+\." + QWEN3_PROJECTIONS,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import os
+import shlex
 import sys
 
 from ..errors import EnvironmentProblem, LowMemError, SettingsError
 from ..settings import load_settings
-from .deepspeed import ask_deepspeed
-from .engine import Choice, choose_engine, visible_gpus
+from .deepspeed import ask_deepspeed, has_deepspeed
+from .engine import Choice, choose_engine, read_config, visible_gpus
 from .families import family_problem
 
 
@@ -37,6 +38,12 @@ def prepare_engine(config_file: str) -> Choice:
     """
     wish = os.environ.get("MOSS_LOWMEM_ENGINE", "auto")
     choice = choose_engine(wish, config_file, functools.partial(visible_gpus, os.environ))
+    if wish != "keep" and read_config(choice.config_file).kind == "DEEPSPEED" and not has_deepspeed():
+        raise EnvironmentProblem(
+            f"{choice.config_file} is for DeepSpeed, which is not installed: "
+            f"{shlex.quote(sys.executable)} -m pip install deepspeed (it needs no compiler until an optimizer is "
+            "offloaded), or use lowmem:fsdp or lowmem:ddp."
+        )
     problem = ask_deepspeed(sys.executable)
     if problem is not None:
         raise EnvironmentProblem(problem)

@@ -47,6 +47,11 @@ def broken_deepspeed() -> str | None:
     return None
 
 
+def has_deepspeed() -> bool:
+    """Whether a deepspeed is installed, sound or not."""
+    return importlib.util.find_spec("deepspeed") is not None
+
+
 def ask_deepspeed(python: str) -> str | None:
     """The answer of :func:`broken_deepspeed` in a process of its own.
 

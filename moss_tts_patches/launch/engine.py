@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EnvironmentProblem, SettingsError
+from .configs import PREFIX, config_text, write_config
 
 SINGLE_PROCESS = Path(__file__).resolve().parents[1] / "configs" / "single_process.yaml"
 WISHES = ("auto", "keep")
@@ -104,35 +105,54 @@ def choose_engine(wish: str, config_file: str, count_gpus: Callable[[], int]) ->
 
     Raises:
         SettingsError: ``wish`` is neither auto nor keep.
-        EnvironmentProblem: the config cannot be read, or asks for several processes that could really be used.
+        EnvironmentProblem: the config cannot be read, or asks for more processes than there are GPUs.
     """
     if wish not in WISHES:
         raise SettingsError(f"MOSS_LOWMEM_ENGINE={wish!r} is not a value: use {' or '.join(WISHES)}.")
+    if config_file.startswith(PREFIX):
+        return _ready_config(wish, config_file.removeprefix(PREFIX), count_gpus)
     if wish == "keep":
         return Choice(config_file, f"engine=keep accelerate_config={config_file or 'none'}")
     if not config_file:
         return Choice(
             str(SINGLE_PROCESS),
-            f"engine=one_process accelerate_config={SINGLE_PROCESS} reason='ACCELERATE_CONFIG_FILE is not set; this "
-            "version trains on one GPU' (MOSS_LOWMEM_ENGINE=keep overrides)",
+            f"engine=one_process accelerate_config={SINGLE_PROCESS} reason='ACCELERATE_CONFIG_FILE is not set; "
+            "lowmem:ddp and others use several GPUs' (MOSS_LOWMEM_ENGINE=keep overrides)",
         )
     config = read_config(config_file)
     if config.is_plain:
         return Choice(config_file, f"engine=one_process accelerate_config={config_file}")
     gpus = count_gpus()
     processes = gpus if config.processes is None else config.processes
-    if processes > 1 and (gpus > 1 or config.machines > 1):
-        raise EnvironmentProblem(
-            f"ACCELERATE_CONFIG_FILE={config_file} asks for {processes} processes ({config.title}, {config.machines} "
-            f"machine(s)), and {gpus} GPUs are visible. This version of the layer trains in one process: unset "
-            "ACCELERATE_CONFIG_FILE to train on one GPU, or set MOSS_LOWMEM=0 to train on all without the layer."
-        )
+    if processes > 1 and config.machines > 1:
+        return Choice(config_file, f"engine={config.title} accelerate_config={config_file} machines={config.machines}")
+    if processes > 1 and gpus > 1:
+        if processes > gpus:
+            raise EnvironmentProblem(
+                f"ACCELERATE_CONFIG_FILE={config_file} asks for {processes} processes ({config.title}), and {gpus} GPUs "
+                f"are visible. Expected num_processes: {gpus}, or a config that counts them itself: `moss-lowmem configs`."
+            )
+        return Choice(config_file, f"engine={config.title} accelerate_config={config_file} processes={processes}")
+    return _one_process(config_file, config.title, processes, gpus)
+
+
+def _one_process(instead_of: str, title: str, processes: int, gpus: int) -> Choice:
     return Choice(
         str(SINGLE_PROCESS),
-        f"engine=one_process accelerate_config={SINGLE_PROCESS} instead_of={config_file} visible_gpus={gpus} "
-        f"reason='{config.title} over {processes} process(es) shards nothing on one device' "
+        f"engine=one_process accelerate_config={SINGLE_PROCESS} instead_of={instead_of} visible_gpus={gpus} "
+        f"reason='{title} over {processes} process(es) shards nothing on one device' "
         "(MOSS_LOWMEM_ENGINE=keep overrides)",
     )
+
+
+def _ready_config(wish: str, name: str, count_gpus: Callable[[], int]) -> Choice:
+    """A config of ours, for as many processes as there are GPUs."""
+    config_text(name, 1)  # a wrong name, before anything is counted
+    gpus = count_gpus()
+    if gpus < 2 and wish == "auto":
+        return _one_process(PREFIX + name, name, gpus, gpus)
+    path = write_config(name, max(1, gpus))
+    return Choice(str(path), f"engine={read_config(str(path)).title} accelerate_config={path} processes={max(1, gpus)}")
 
 
 def visible_gpus(environment: Mapping[str, str]) -> int:

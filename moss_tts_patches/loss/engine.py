@@ -28,6 +28,11 @@ from .problem import FrameLoss
 SCHEDULES = ("fused", "staged", "autograd")
 
 
+def own_frames(frames: int) -> int:
+    """Where a process need not keep step with others."""
+    return frames
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """Plain values that shape a run of the engine.
@@ -38,6 +43,8 @@ class EngineOptions:
         logits_at_once: logits alive at once, in elements.
         verify_scale: compare the scale that reaches the loss with the one used (off for fake tensors).
         runs_by_module: ``autograd`` goes through modules alone, for engines that lend a weight only to its own module.
+        frames_of_all: the most frames that any process has, given this one's: such engines gather weights at every call
+            of a module, so that all processes have to make the same calls.
     """
 
     schedule: str = "staged"
@@ -45,6 +52,7 @@ class EngineOptions:
     logits_at_once: int = heads.LOGITS_AT_ONCE
     verify_scale: bool = True
     runs_by_module: bool = False
+    frames_of_all: Callable[[int], int] = own_frames
 
 
 class LossEngine:

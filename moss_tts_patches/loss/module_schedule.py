@@ -9,14 +9,16 @@ that the engine collects where it expects them. Chunk gradients are added up by 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from . import heads
 from .autograd_schedule import differentiable_inputs
-from .problem import Channel, FrameLoss
+from .problem import IGNORE_INDEX, Channel, FrameLoss
 
 if TYPE_CHECKING:
     from .engine import EngineOptions
@@ -30,12 +32,28 @@ def channel_sums(problem: FrameLoss, hidden: torch.Tensor, options: EngineOption
         hidden: ``[frames, hidden]``.
         options: chunk length and logits alive at once.
     """
+    missing = options.frames_of_all(hidden.shape[0]) - hidden.shape[0]
+    if missing:
+        problem, hidden = _padded(problem, missing), F.pad(hidden, (0, 0, 0, missing))
     features = differentiable_inputs(problem, hidden)
     with heads.forward_precision(hidden.device):
         if problem.depth is not None:
             parts = features.split(options.chunk_frames)
             features = torch.cat([_recomputed(problem.depth, part) for part in parts])
         return torch.stack([_channel_sum(channel, features, options.logits_at_once) for channel in problem.channels])
+
+
+def _padded(problem: FrameLoss, missing: int) -> FrameLoss:
+    """Adds frames without labels, which change nothing, so that every process makes as many chunks."""
+
+    def pad(ids: torch.Tensor) -> torch.Tensor:
+        return F.pad(ids, (0, missing), value=IGNORE_INDEX)
+
+    return replace(
+        problem,
+        lookups=tuple(replace(lookup, ids=pad(lookup.ids)) for lookup in problem.lookups),
+        channels=tuple(replace(channel, labels=pad(channel.labels)) for channel in problem.channels),
+    )
 
 
 def _channel_sum(channel: Channel, features: torch.Tensor, logits_at_once: int) -> torch.Tensor:
@@ -52,7 +70,7 @@ def _piece(channel: Channel) -> Callable[[torch.Tensor, torch.Tensor], torch.Ten
         adapted = rows if channel.adapter is None else channel.adapter(rows)
         logits = channel.projection(adapted)
         # The weight may not be there to count its rows by.
-        return torch.nn.functional.cross_entropy(logits[..., : channel.classes].float(), labels, reduction="sum")
+        return F.cross_entropy(logits[..., : channel.classes].float(), labels, reduction="sum")
 
     return loss
 

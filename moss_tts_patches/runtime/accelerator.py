@@ -57,7 +57,9 @@ def lowmem_accelerator(base: type, session: Session) -> type:
 
         def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
             own = session.state_dict()
-            return super().get_state_dict(model, unwrap) if own is None else own
+            if own is not None:
+                return own
+            return session.parallel.complete(super().get_state_dict(model, unwrap), session.model)
 
         def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
             if session.resume.replaying:

@@ -57,15 +57,21 @@ class MachineWatch:
         self.guard = MemoryGuard(output_folder, around.messages, self._log, around.readings_folder)
         self.guard.watch()
 
-    def check(self, output_folder: Path, model_path: str, whole_checkpoints: int) -> None:
+    def check(self, output_folder: Path, model_path: str, whole_checkpoints: int, *, resumes: bool) -> None:
         """Looks for what would end the run hours from now: disk, output folder, memory.
+
+        Args:
+            output_folder: of the run.
+            model_path: folder or hub id of the model.
+            whole_checkpoints: how many times the model's size will be written.
+            resumes: the run goes on from a point in that folder.
 
         Raises:
             EnvironmentProblem: there is something.
         """
         if self._surroundings.is_main:
             size = weight_bytes(Path(model_path))
-            target = SaveTarget(output_folder, size, whole_checkpoints, {"model_path": model_path})
+            target = SaveTarget(output_folder, size, whole_checkpoints, {"model_path": model_path}, resumes)
             found = preflight(
                 target=target, config_file=self._surroundings.config_file, say=self._surroundings.messages
             )

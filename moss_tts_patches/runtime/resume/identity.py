@@ -87,6 +87,33 @@ def _sample(tensor: torch.Tensor) -> bytes:
     return flat[::step][:_SAMPLED].cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
+def why_not(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Why a point cannot be of the training that has just parsed its arguments, or None.
+
+    Args:
+        saved: the point's values.
+        now: ``family``, ``settings`` and ``arguments`` of the training.
+    """
+    if saved["family"] != now["family"]:
+        return f"it is {saved['family']}'s, and this trainer is {now['family']}'s"
+    method = differing(saved["settings"], now["settings"], ("method",))
+    if method:
+        return f"other weights are trained ({describe(method)})"
+    arguments, position = now["arguments"], saved["position"]
+    order = differing(saved["arguments"], arguments, ORDER)
+    if order:
+        return f"other options that decide which record comes when ({describe(order)})"
+    most, epochs = arguments.get("max_train_steps"), arguments.get("num_epochs")
+    if (most and position["steps"] > most) or (epochs is not None and position["epoch"] >= epochs):
+        return (
+            f"it stands at step {position['steps']} in epoch {position['epoch']}, after the end that --max-train-steps "
+            f"{most} and --num-epochs {epochs} set"
+        )
+    if position["skipped"] and not arguments.get("skip_nonfinite_batches"):
+        return "it has left out micro-batches that were not finite; it needs --skip-nonfinite-batches again"
+    return None
+
+
 def differing(saved: Mapping[str, Any], current: Mapping[str, Any], names: Sequence[str]) -> dict[str, tuple[Any, Any]]:
     """Returns, for each name whose value is another one, what was saved and what is now."""
     return {

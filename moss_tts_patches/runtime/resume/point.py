@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import StateError
-from ..saving import whole_folder
+from ..saving import finish_interrupted_saves, whole_folder
 
 FOLDER, MANIFEST = "resume", "point.json"
 WEIGHTS, STATES = "weights.safetensors", "optimizer.safetensors"
@@ -116,6 +116,7 @@ def find_point(wanted: str, output_folder: Path, say: Callable[[str], None]) -> 
     if wanted == "off":
         return None
     if wanted == "auto":
+        finish_interrupted_saves(output_folder / FOLDER, say)
         return next(iter(points_in(output_folder / FOLDER, say)), None)
     folder = Path(wanted)
     if _NAME.fullmatch(folder.name) or (folder / MANIFEST).exists():

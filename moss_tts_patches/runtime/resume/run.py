@@ -14,55 +14,24 @@ import functools
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...errors import EnvironmentProblem, SettingsError, StateError
+from ...errors import SettingsError, StateError
 from . import random_states
-from .identity import LEARNING, MENTIONED, ORDER, describe, differing, model_fingerprint, records_fingerprint
-from .point import FOLDER, Point, find_point, remove_older, write_point
+from .identity import LEARNING, MENTIONED, describe, differing, model_fingerprint, records_fingerprint, why_not
+from .point import FOLDER, Point, find_point
 from .position import Position
 from .quiet import Quiet
 from .schedule import move_schedule, restore_schedule, scheduler_values
 from .signals import StopWish
-from .tensors import (
-    check_weights,
-    optimizer_scalars,
-    read_states,
-    read_weights,
-    trained_parameters,
-    write_states,
-    write_weights,
-)
-
-GIB = 2**30
+from .tensors import check_weights, read_states, read_weights, trained_parameters
+from .writer import PointWriter, ResumeOptions
 
 # Losses of a replay: made once, since a new tensor each time would be a tenth of its cost.
 _ZERO, _NOT_FINITE = torch.zeros(()), torch.tensor(float("nan"))
-
-
-@dataclass(frozen=True)
-class ResumeOptions:
-    """What a user chose.
-
-    Attributes:
-        save_steps: write a point every so many optimizer steps; 0 for never.
-        save_minutes: write one when so many minutes have passed; 0 for never.
-        keep: how many stay.
-        resume: ``auto``, ``off``, or a path.
-    """
-
-    save_steps: int = 0
-    save_minutes: float = 0
-    keep: int = 2
-    resume: str = "auto"
-
-    @property
-    def saves(self) -> bool:
-        return bool(self.save_steps or self.save_minutes)
 
 
 class ResumableRun:
@@ -96,19 +65,17 @@ class ResumableRun:
         arrived: Callable[[int], object] = lambda steps: None,
     ) -> None:
         self._arrived = arrived
-        self.options, self._family, self._settings, self._versions, self._say = options, family, settings, versions, say
+        self.options, self._say = options, say
+        self._facts: dict[str, Any] = {"family": family, "settings": settings, "versions": versions}
+        self._writer = PointWriter(options, self._facts, say)
         self.position = Position()
         self.replaying = False
         self.quiet = Quiet()
         self.loader: type[Any] = object
         self._point: Point | None = None
         self._stop = StopWish(say)
-        self._root = Path(FOLDER)
         self._arguments: dict[str, Any] = {}
         self._rank = 0
-        self._records: str | None = None
-        self._model_print = ""
-        self._model: Any = None
         self._optimizer: Any = None
         self._scheduler: Any = None
         self._scaler: Any = None
@@ -117,8 +84,7 @@ class ResumableRun:
         self._epoch_start: random_states.State = {}
         self._before_rewind: random_states.State = {}
         self._mark: dict[str, Any] | None = None
-        self._saved_steps = 0
-        self._saved_time = time.monotonic()
+        self._own: dict[str, Any] = {}
         self._step_called = False
         self._replay_began = 0.0
 
@@ -130,30 +96,18 @@ class ResumableRun:
         Raises:
             StateError: the point is not whole, or belongs to another training.
         """
-        self._root, self._arguments = output_folder.resolve() / FOLDER, dict(arguments)
+        self._writer.root, self._arguments = output_folder.resolve() / FOLDER, dict(arguments)
+        self._facts["arguments"] = {name: value for name, value in arguments.items() if _is_plain(value)}
         self._point = find_point(self.options.resume, output_folder, self._say)
-        if self._point is None:
-            return
-        values = self._point.values
-        if values["family"] != self._family:
-            self._refuse(f"it is {values['family']}'s, and this trainer is {self._family}'s")
-        method = differing(values["settings"], self._settings, ("method",))
-        if method:
-            self._refuse(f"other weights are trained ({describe(method)})")
-        order = differing(values["arguments"], self._arguments, ORDER)
-        if order:
-            self._refuse(f"other options that decide which record comes when ({describe(order)})")
-        self._check_end(values["position"])
+        if self._point is not None:
+            reason = why_not(self._point.values, self._facts)
+            if reason is not None:
+                self._refuse(reason)
 
-    def _check_end(self, position: dict[str, Any]) -> None:
-        most, epochs = self._arguments.get("max_train_steps"), self._arguments.get("num_epochs")
-        if (most and position["steps"] > most) or (epochs is not None and position["epoch"] >= epochs):
-            self._refuse(
-                f"it stands at step {position['steps']} in epoch {position['epoch']}, after the end that "
-                f"--max-train-steps {most} and --num-epochs {epochs} set"
-            )
-        if position["skipped"] and not self._arguments.get("skip_nonfinite_batches"):
-            self._refuse("it has left out micro-batches that were not finite; it needs --skip-nonfinite-batches again")
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run continues from a point."""
+        return self._point is not None
 
     def _refuse(self, what: str) -> None:
         assert self._point is not None
@@ -181,10 +135,10 @@ class ResumableRun:
         Raises:
             StateError: they are not those of the point.
         """
-        if self._records is not None or not (self.options.saves or self._point):
+        if "records" in self._facts or not (self.options.saves or self._point):
             return
-        self._records = records_fingerprint(records) if records is not None else "unknown"
-        if self._point is not None and self._point.values["records"] != self._records:
+        self._facts["records"] = records_fingerprint(records) if records is not None else "unknown"
+        if self._point is not None and self._point.values["records"] != self._facts["records"]:
             self._refuse("the training records or their order are others (--train-jsonl, skipped records)")
 
     def loader_made(self, loader: Any) -> None:
@@ -203,17 +157,17 @@ class ResumableRun:
         Raises:
             StateError: the point is of another model, of other trained weights, or of another optimizer.
         """
-        self._model, self._optimizer, self._scaler = model, optimizer, scaler
+        self._optimizer, self._scaler = optimizer, scaler
         for item in objects:
             self._watch(item)
         if not (self.options.saves or self._point):
             return
-        self._model_print = model_fingerprint(model)
+        self._facts["model"] = model_fingerprint(model)
         self._own_groups = [dict(group) for group in optimizer.param_groups]
         if self.options.saves:
-            self._announce()
+            self._writer.attach(model, optimizer)
         if self._point is not None:
-            self._load(self._point)
+            self._load(self._point, trained_parameters(model))
 
     def _watch(self, item: Any) -> None:
         if hasattr(item, "base_dataloader"):
@@ -243,20 +197,10 @@ class ResumableRun:
 
         return unless
 
-    def _announce(self) -> None:
-        parameters = trained_parameters(self._model).values()
-        states = sum(s.size(p.numel()) for p in parameters for s in self._optimizer.layout_of(p).values())
-        size = states + sum(p.numel() * p.element_size() for p in parameters)
-        self._say(
-            f"resume_points={self._root} each={size / GIB:.2f}GiB keep={self.options.keep} "
-            f"steps={self.options.save_steps or 'off'} minutes={self.options.save_minutes or 'off'}"
-        )
-
-    def _load(self, point: Point) -> None:
+    def _load(self, point: Point, parameters: dict[str, Any]) -> None:
         values = point.values
-        parameters = trained_parameters(self._model)
         check_weights(point.folder, parameters)
-        if values["model"] != self._model_print:
+        if values["model"] != self._facts["model"]:
             self._refuse("its model's config or frozen weights are others (--model-path)")
         read_weights(point.folder, parameters)
         read_states(point.folder, self._optimizer, values["optimizer"])
@@ -339,21 +283,25 @@ class ResumableRun:
             self.position.steps += 1
             if self.options.saves:
                 self._take_mark()
-                if self._is_due():
+                if self._writer.is_due(self.position.steps):
                     self._save()
         if self._stop.number is not None:
             self._stop_now()
 
     def _take_mark(self) -> None:
+        self._own = {
+            "random": random_states.capture(self.device, self._generator),
+            "epoch_start": self._epoch_start,
+        }
         self._mark = {
             "position": self.position.as_values(),
             "scheduler": scheduler_values(self._scheduler),
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,
-            "rank": {
-                "random": random_states.capture(self.device, self._generator),
-                "epoch_start": self._epoch_start,
-            },
         }
+
+    def _save(self) -> bool:
+        assert self._mark is not None
+        return self._writer.write(self._mark, self._rank, self._own)
 
     def _arrive(self, point: Point) -> None:
         """The replay has come to the point: the rest of it is restored here, where it was noted."""
@@ -374,7 +322,7 @@ class ResumableRun:
         if self._scaler is not None and values["scaler"] is not None:
             self._scaler.load_state_dict(values["scaler"])
         self.position = Position(**reached)
-        self._saved_steps, self._saved_time = self.position.steps, time.monotonic()
+        self._writer.stands_at(self.position.steps)
         random_states.restore(own["random"], self.device, self._generator)
         self.replaying = False
         self._arrived(self.position.steps)
@@ -386,46 +334,6 @@ class ResumableRun:
         if self.options.saves:
             self._take_mark()
 
-    # -- saving --------------------------------------------------------------------------------------------------
-
-    def _is_due(self) -> bool:
-        every, minutes = self.options.save_steps, self.options.save_minutes
-        by_steps = every > 0 and self.position.steps % every == 0
-        return by_steps or (minutes > 0 and time.monotonic() - self._saved_time >= 60 * minutes)
-
-    def _save(self) -> bool:
-        """Writes a point of the last mark; a disk that is full ends no training."""
-        assert self._mark is not None
-        began = time.perf_counter()
-        mark = {key: value for key, value in self._mark.items() if key != "rank"}
-        values = {
-            "family": self._family,
-            "saved_at": f"{time.strftime('%Y-%m-%d %H:%M:%S')}",
-            **mark,
-            "optimizer": optimizer_scalars(self._optimizer),  # unchanged since the mark, as the tensors are
-            "records": self._records,
-            "model": self._model_print,
-            "processes": 1,
-            "arguments": {name: value for name, value in self._arguments.items() if _is_plain(value)},
-            "settings": self._settings,
-            "versions": self._versions,
-        }
-        try:
-            folder = write_point(self._root, values, {self._rank: self._mark["rank"]}, self._write_tensors, self._say)
-        except (OSError, EnvironmentProblem) as error:
-            self._say(f"warning: no resume point could be written at step {mark['position']['steps']}: {error}")
-            return False
-        self._saved_steps, self._saved_time = mark["position"]["steps"], time.monotonic()
-        seconds = time.perf_counter() - began
-        size = sum(path.stat().st_size for path in folder.iterdir())
-        self._say(f"resume_point={folder.name} size={size / GIB:.2f}GiB seconds={seconds:.1f}")
-        remove_older(self._root, self.options.keep, self._say)
-        return True
-
-    def _write_tensors(self, folder: Path) -> None:
-        write_weights(folder, trained_parameters(self._model))
-        write_states(folder, self._optimizer)
-
     def _stop_now(self) -> None:
         """Ends the process, with a point of the last step unless there is one."""
         steps = self._mark["position"]["steps"] if self._mark is not None else 0
@@ -433,10 +341,12 @@ class ResumableRun:
             self._say("stopped before anything was computed: the resume point stands as it was")
         elif self._mark is None:
             self._say("stopped before the first optimizer step: there is nothing to resume")
-        elif steps == self._saved_steps or self._save():
+        elif steps == self._writer.saved_steps or self._save():
+            point = self._writer.root / f"step-{steps}"
+            # `auto` would find the point by itself; `off`, or the path of an older one, would not.
             self._say(
-                f"stopped after step {steps}. To go on, start the same command again "
-                f"(it finds the point by itself), or name it: MOSS_LOWMEM_RESUME={self._root / f'step-{steps}'}"
+                f"stopped after step {steps}. To go on, start the same command again with "
+                f"MOSS_LOWMEM_RESUME={'auto' if self.options.resume == 'auto' else point} (the point is {point})"
             )
         self._stop.stop_listening()
         raise SystemExit(self._stop.exit_status)

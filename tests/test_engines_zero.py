@@ -1,0 +1,195 @@
+"""DeepSpeed ZeRO-2 and ZeRO-3 on two CPU ranks that really split, beside DDP on two ranks.
+
+accelerate takes a DeepSpeed job on CPUs for one process; ``rank_server.py`` lets it see the ranks, as it does on GPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+
+import deepspeed_packages
+import pytest
+import torch
+from accelerate.utils import DistributedType
+from mini import FAMILIES, MINI, command_line, make_mini_inputs
+from ranks import EXACT, LAYER, RankServer
+from test_training_runs import assert_same_weights
+from tolerances import TOLERANCES
+from torch import nn
+
+from moss_tts_patches.engines import engine_of
+from moss_tts_patches.errors import LowMemError
+
+needs_deepspeed = pytest.mark.skipif(not deepspeed_packages.is_there(), reason=deepspeed_packages.REASON)
+needs_compiler = pytest.mark.skipif(not deepspeed_packages.can_compile(), reason="DeepSpeedCPUAdam needs g++")
+
+LIKE_UPSTREAM = {**EXACT, "MOSS_LOWMEM_CORRECTIONS": "learning_rate_steps"}
+LORA = {"MOSS_LOWMEM_METHOD": "lora", "MOSS_LOWMEM_LORA_DROPOUT": "0", "MOSS_LOWMEM_MERGE": "none"}
+# A gradient norm that clipping changes, and an eps above single gradients' noise.
+OPTIONS = ("--max-grad-norm", "0.1", "--adam-eps", "1e-6", "--num-epochs", "2")
+OFFLOAD = {
+    2: {"OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
+    3: {"OFFLOAD_OPTIMIZER_DEVICE": "cpu", "OFFLOAD_PARAM_DEVICE": "cpu"},
+}
+
+
+def zero(stage, **more):
+    """What `accelerate launch` makes of lowmem:zero2 and lowmem:zero3."""
+    values = {"ZERO_STAGE": stage, **({"ZERO3_INIT": "true", "ZERO3_SAVE_16BIT_MODEL": "true"} if stage == 3 else {})}
+    settings = {f"ACCELERATE_DEEPSPEED_{name}": str(value) for name, value in {**values, **more}.items()}
+    return {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu", **settings}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with RankServer(PYTHONPATH=deepspeed_packages.FOLDER) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def run(server, tmp_path_factory):
+    root = tmp_path_factory.mktemp("zero")
+    inputs = functools.cache(
+        lambda family: make_mini_inputs(root / f"{family.replace('.', '_')}_zero", family=family, records=8)
+    )
+
+    @functools.cache
+    def training(family, layer=(), check=True, options=OPTIONS):
+        output = root / f"job{len(list(root.glob('job*')))}"
+        arguments = command_line(inputs(family), output, *options)
+        return server.run(
+            f"{family}/finetuning/sft.py", arguments, output, folder=MINI, environment=dict(layer), check=check
+        )
+
+    return training
+
+
+def layer(*settings):
+    merged = {}
+    for one in settings:
+        merged |= one
+    return tuple(sorted(merged.items()))
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_training_equals_ddp(run, family, stage):
+    """ZeRO-3 also with ranks that have different numbers of supervised frames; clipping at the trainer's norm."""
+    expected = run(family, layer(LIKE_UPSTREAM))
+    found = run(family, layer(LIKE_UPSTREAM, {"MOSS_LOWMEM_CORRECTIONS": "all"}, zero(stage)))
+    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCES["printed_loss_unit"])
+    assert found.rates == expected.rates
+    assert_same_weights(found.weights(), expected.weights())  # names and shapes too: nothing is missing, nothing split
+    assert f"engine='DeepSpeed ZeRO-{stage}'" in found.outputs[0]
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_equal_ddp_and_are_saved_whole(run, family, stage):
+    expected, found = (run(family, layer(LIKE_UPSTREAM, LORA, engine)) for engine in ({}, zero(stage)))
+    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCES["printed_loss_unit"])
+    name = "adapter_model.safetensors"
+    assert_same_weights(found.weights(name), expected.weights(name))
+
+
+@needs_deepspeed
+@needs_compiler
+@pytest.mark.parametrize("stage", [2, 3])
+def test_offload_keeps_the_update_rule(run, stage):
+    """accelerate puts another optimizer in the place of ours, with decoupled weight decay as ours."""
+    family = FAMILIES[0]
+    expected = run(family, layer(LIKE_UPSTREAM))
+    found = run(family, layer(LIKE_UPSTREAM, {"MOSS_LOWMEM_CORRECTIONS": "all"}, zero(stage, **OFFLOAD[stage])))
+    assert_same_weights(found.weights(), expected.weights())
+
+
+@needs_deepspeed
+def test_the_accumulation_of_the_config_has_to_be_the_trainers(run):
+    more = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}
+    done = run(FAMILIES[0], layer(LAYER, zero(2), more), check=False)
+    assert all(done.statuses)
+    assert "says 8, and accelerate would follow it, while --gradient-accumulation-steps is 2" in done.outputs[0]
+    assert "Traceback" not in done.outputs[0]
+
+
+@needs_deepspeed
+def test_what_is_handed_over_is_said(run):
+    done = run(FAMILIES[0], layer(LAYER, zero(2)))
+    assert "optimizer=adamw instead_of=adamw8bit reason='DeepSpeed splits the states" in done.outputs[0]
+
+
+# -- without DeepSpeed ------------------------------------------------------------------------------------------------
+
+
+def accelerator(stage=2, clipping="auto", saves=True):
+    plugin = SimpleNamespace(
+        deepspeed_config={"zero_optimization": {"stage": stage}, "gradient_clipping": clipping},
+        zero3_save_16bit_model=saves,
+        zero3_init_flag=True,
+    )
+    return SimpleNamespace(
+        num_processes=2,
+        distributed_type=DistributedType.DEEPSPEED,
+        gradient_accumulation_steps=2,
+        state=SimpleNamespace(deepspeed_plugin=plugin),
+    )
+
+
+ARGUMENTS = SimpleNamespace(gradient_accumulation_steps=2, max_grad_norm=0.5)
+
+
+@pytest.mark.parametrize(
+    "changes,method,message",
+    [
+        ({}, "qlora", "DeepSpeed cannot split weights in 4 bit"),
+        ({"stage": 3, "saves": False}, "full", "zero3_save_16bit_model: false"),
+        ({"clipping": 2.0}, "full", "gradient_clipping: 2.0.*--max-grad-norm is 0.5"),
+    ],
+)
+def test_a_config_that_would_go_wrong_later_is_refused(changes, method, message):
+    with pytest.raises(LowMemError, match=message):
+        engine_of(accelerator(**changes)).check(ARGUMENTS, method)
+
+
+def test_clipping_follows_the_trainer():
+    for corrected, expected in ((True, 0.5), (False, "auto")):
+        fake = accelerator()
+        engine_of(fake).settle_clipping(ARGUMENTS, corrected=corrected)
+        assert fake.state.deepspeed_plugin.deepspeed_config["gradient_clipping"] == expected
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_a_class_that_cannot_be_built_in_parts_is_loaded_whole(in_parts):
+    fake = accelerator(stage=3)
+    engine_of(fake).settle_loading(in_parts)
+    assert fake.state.deepspeed_plugin.zero3_init_flag is in_parts
+
+
+class DeepSpeedCPUAdam(torch.optim.Optimizer):
+    """Stands in for DeepSpeed's, which is Adam or AdamW by an attribute."""
+
+    def __init__(self, adam_w_mode):
+        super().__init__([nn.Parameter(torch.ones(1))], {})
+        self.adam_w_mode = adam_w_mode
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_an_adam_without_decoupled_weight_decay_is_noticed(decoupled):
+    ours, engine = torch.optim.AdamW([nn.Parameter(torch.ones(1))]), engine_of(accelerator())
+    wrapper = SimpleNamespace(optimizer=SimpleNamespace(optimizer=DeepSpeedCPUAdam(decoupled)), zero_grad=None)
+    if decoupled:
+        assert engine.prepared_optimizer(ours, [wrapper]) is wrapper
+    else:
+        with pytest.raises(LowMemError, match="accelerate replaced AdamW"):
+            engine.prepared_optimizer(ours, [wrapper])
+
+
+def test_tied_weights_are_saved_once():
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3, bias=False))
+    model[1].weight = model[0].weight
+    copies = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = engine_of(accelerator()).complete(copies, model)
+    assert found["0.weight"] is found["1.weight"]
