@@ -152,8 +152,7 @@ class Session:
         self.engine_options = EngineOptions(
             schedule=self.schedule,
             chunk_frames=self.settings.chunk_frames,
-            runs_by_module=self.parallel.runs_by_module,
-            frames_of_all=self.parallel.frames_of_all,
+            by_module=self.parallel.by_module,
         )
 
     @ending_the_run()
@@ -208,6 +207,7 @@ class Session:
             method=self.settings.method,
             adapters=self.adapters.plan if self.adapters is not None else None,
             lengths=lengths,
+            repository=Path(vars(self.trainer)["__file__"]).resolve().parents[2],
             say=log,
         )
         self.schedule = self.choice.rung.schedule
@@ -271,7 +271,9 @@ class Session:
 
     def enable_checkpointing(self) -> None:
         """What upstream's ``--gradient-checkpointing`` means here."""
-        self._checkpointed_layers = checkpoint_layers(self.family.backbone(self.model))
+        self._checkpointed_layers = checkpoint_layers(
+            self.family.backbone(self.model), self.parallel.recompute
+        )
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter], options: dict[str, Any]) -> Any:
         """Builds the optimizer that the trainer's ``AdamW(...)`` call asks for."""

@@ -65,6 +65,7 @@ def test_nothing_fits_stops_before_the_model_loads(inputs, cache, tmp_path):
     assert "plan: nothing fits 0.9 GiB of GPU memory" in run.output
     assert "MOSS_LOWMEM_METHOD=qlora" in run.output  # the nearest options, adapters among them
     assert "Traceback" not in run.output
+    assert "another model" not in run.output  # 1.7 billion parameters fit no card of 0.9 GiB
     assert not list(tmp_path.glob("output/checkpoint-*"))
 
 

@@ -10,13 +10,16 @@ import pytest
 from tolerances import TOLERANCES
 
 from moss_tts_patches.adapters.shapes import adapter_shapes
+from moss_tts_patches.memory import other_models
 from moss_tts_patches.memory.full_ladder import Wanted, make_subject
 from moss_tts_patches.memory.ladder import list_rungs
+from moss_tts_patches.memory.other_models import models_that_fit
 from moss_tts_patches.memory.plan_cache import PlanCache
 from moss_tts_patches.memory.planner import choose_plan
 from moss_tts_patches.memory.reserve import GIB, Limits
 from moss_tts_patches.memory.rungs import METHODS, MicroBatch, Rung, UpstreamRung
 from moss_tts_patches.memory.traces import Tracer
+from moss_tts_patches.memory.upstream_source import SOURCES
 
 pytestmark = pytest.mark.upstream
 
@@ -70,3 +73,20 @@ def test_adapters_are_extrapolated_to_the_full_simulation(upstream_repo):
         found = tracer.figures(Rung(method=method))
         assert found.peak_bytes == pytest.approx(expected["peak_bytes"], rel=TOLERANCES["planner_relative"])
         assert found.matmul_flops == pytest.approx(expected["matmul_flops"], rel=TOLERANCES["planner_relative"])
+
+
+def test_another_model_that_fits_is_named_with_its_figures(upstream_repo, tmp_path, monkeypatch):
+    realtime = {"moss_tts_realtime": SOURCES["moss_tts_realtime"], "moss_tts_delay": SOURCES["moss_tts_delay"]}
+    monkeypatch.setattr(other_models, "SOURCES", realtime)
+    arguments = (
+        upstream_repo,
+        "moss_tts_delay",
+        BATCH,
+        Limits(6 * GIB, 32 * GIB, 8),
+        adapter_shapes(),
+        PlanCache(tmp_path),
+    )
+    [line] = models_that_fit(*arguments)
+    assert line.startswith("- another model, moss_tts_realtime 1.7b, full-staged-host-gradients+states+weights: 3.9")
+    small = (*arguments[:3], Limits(1 * GIB, 32 * GIB, 8), *arguments[4:])
+    assert not list(models_that_fit(*small))

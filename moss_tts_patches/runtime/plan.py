@@ -12,7 +12,9 @@ import torch
 
 from ..adapters.plan import AdapterPlan
 from ..adapters.shapes import adapter_shapes
+from ..errors import EnvironmentProblem
 from ..families.family import Family
+from ..memory.other_models import models_that_fit
 from ..memory.plan_cache import PlanCache, hash_files, user_cache_folder
 from ..memory.planner import Choice, choose_plan
 from ..memory.readings import read_host
@@ -60,6 +62,7 @@ def plan_run(
     method: str,
     adapters: AdapterPlan | None,
     lengths: Sequence[int],
+    repository: Path,
     say: Callable[[str], None],
 ) -> Choice:
     """Simulates what could be chosen, takes the cheapest that fits, and says so.
@@ -75,27 +78,27 @@ def plan_run(
         method: ``full``, ``lora`` or ``qlora``.
         adapters: how they will be made; None where all weights are trained.
         lengths: positions of every record, to say how many are too long if nothing fits.
+        repository: the trainer's checkout, to say which other model would fit.
         say: logs a line.
 
     Raises:
         EnvironmentProblem: nothing fits; names the nearest options.
         SettingsError: the pinned values contradict each other.
     """
+    shapes, cache = adapter_shapes(adapters), PlanCache(user_cache_folder(os.environ, Path.home()))
+    limits = Limits(card_bytes, read_host().free_bytes or None, accumulation)
     subject = Subject(
         family,
         model_class,
         config,
         batch,
-        shapes=adapter_shapes(adapters),
+        shapes=shapes,
         identity=hash_files([Path(inspect.getfile(model_class))]),
     )
-    choice = choose_plan(
-        subject,
-        Limits(card_bytes, read_host().free_bytes or None, accumulation),
-        pinned,
-        methods=(method,),
-        cache=PlanCache(user_cache_folder(os.environ, Path.home())),
-        lengths=lengths,
-    )
+    try:
+        choice = choose_plan(subject, limits, pinned, methods=(method,), cache=cache, lengths=lengths)
+    except EnvironmentProblem as error:
+        others = models_that_fit(repository, family.name, batch, limits, shapes, cache)
+        raise EnvironmentProblem("\n".join([str(error), *others])) from None
     say(choice.describe())
     return choice
