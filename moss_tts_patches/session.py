@@ -119,9 +119,7 @@ class Session:
             self.resume.started(self._output_folder, vars(namespace))
         self.watch.started(self._output_folder)
         if self.settings.preflight == "1":
-            self.watch.check(
-                self._output_folder, model_path, self._whole_checkpoints(), resumes=self.resume.goes_on
-            )
+            self.watch.check(self._output_folder, model_path, self._whole_checkpoints(), resumes=self.resume.goes_on)
         return namespace
 
     def _whole_checkpoints(self) -> int:
@@ -271,9 +269,7 @@ class Session:
 
     def enable_checkpointing(self) -> None:
         """What upstream's ``--gradient-checkpointing`` means here."""
-        self._checkpointed_layers = checkpoint_layers(
-            self.family.backbone(self.model), self.parallel.recompute
-        )
+        self._checkpointed_layers = checkpoint_layers(self.family.backbone(self.model), self.parallel.recompute)
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter], options: dict[str, Any]) -> Any:
         """Builds the optimizer that the trainer's ``AdamW(...)`` call asks for."""

@@ -23,6 +23,7 @@ from moss_tts_patches.engines.engine import largest_of_all
 from moss_tts_patches.families.family import Family, TrainingContext, supervised_positions
 from moss_tts_patches.families.local import LocalFamily
 from moss_tts_patches.loss.engine import EngineOptions, LossEngine
+from moss_tts_patches.loss.module_schedule import ByModule
 from moss_tts_patches.optim.gradients import DeviceGradients
 from moss_tts_patches.runtime.checkpointing import checkpoint_layers
 
@@ -105,8 +106,7 @@ def compare(name: str, version: str, *, wrap_depth: bool, checkpointing: bool, b
         "autograd",
         chunk_frames=4,
         logits_at_once=128,
-        runs_by_module=by_module,
-        frames_of_all=lambda frames: largest_of_all(frames, torch.device("cpu")),
+        by_module=ByModule(lambda frames: largest_of_all(frames, torch.device("cpu"))) if by_module else None,
     )
     wrapped = sharded(WithLoss(family, parts, options), layers, version)
     loss = wrapped(**batch)

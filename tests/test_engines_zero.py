@@ -6,6 +6,7 @@ accelerate takes a DeepSpeed job on CPUs for one process; ``rank_server.py`` let
 from __future__ import annotations
 
 import functools
+import json
 from types import SimpleNamespace
 
 import deepspeed_packages
@@ -24,21 +25,37 @@ from moss_tts_patches.errors import LowMemError
 needs_deepspeed = pytest.mark.skipif(not deepspeed_packages.is_there(), reason=deepspeed_packages.REASON)
 needs_compiler = pytest.mark.skipif(not deepspeed_packages.can_compile(), reason="DeepSpeedCPUAdam needs g++")
 
-LIKE_UPSTREAM = {**EXACT, "MOSS_LOWMEM_CORRECTIONS": "learning_rate_steps"}
+LIKE_UPSTREAM = {**EXACT, "MOSS_LOWMEM_CORRECTIONS": "learning_rate_steps,gradient_clipping"}
 LORA = {"MOSS_LOWMEM_METHOD": "lora", "MOSS_LOWMEM_LORA_DROPOUT": "0", "MOSS_LOWMEM_MERGE": "none"}
 # A gradient norm that clipping changes, and an eps above single gradients' noise.
 OPTIONS = ("--max-grad-norm", "0.1", "--adam-eps", "1e-6", "--num-epochs", "2")
-OFFLOAD = {
-    2: {"OFFLOAD_OPTIMIZER_DEVICE": "cpu"},
-    3: {"OFFLOAD_OPTIMIZER_DEVICE": "cpu", "OFFLOAD_PARAM_DEVICE": "cpu"},
-}
 
 
-def zero(stage, **more):
-    """What `accelerate launch` makes of lowmem:zero2 and lowmem:zero3."""
-    values = {"ZERO_STAGE": stage, **({"ZERO3_INIT": "true", "ZERO3_SAVE_16BIT_MODEL": "true"} if stage == 3 else {})}
-    settings = {f"ACCELERATE_DEEPSPEED_{name}": str(value) for name, value in {**values, **more}.items()}
-    return {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu", **settings}
+def zero(stage, folder, offload=False):
+    """What `accelerate launch` makes of lowmem:zero2 and lowmem:zero3, but that no weight is too small to be split."""
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+            **({"offload_optimizer": {"device": "cpu"}} if offload else {}),
+            **({"offload_param": {"device": "cpu"}} if offload and stage == 3 else {}),
+        },
+    }
+    path = folder / f"zero{stage}-{offload}.json"
+    path.write_text(json.dumps(config))
+    names = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+    return {**names, "ACCELERATE_DEEPSPEED_ZERO3_INIT": str(stage == 3).lower()}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("configs")
+    return functools.partial(zero, folder=folder)
 
 
 @pytest.fixture(scope="module")
@@ -75,10 +92,10 @@ def layer(*settings):
 @needs_deepspeed
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_full_training_equals_ddp(run, family, stage):
+def test_full_training_equals_ddp(run, engine, family, stage):
     """ZeRO-3 also with ranks that have different numbers of supervised frames; clipping at the trainer's norm."""
     expected = run(family, layer(LIKE_UPSTREAM))
-    found = run(family, layer(LIKE_UPSTREAM, {"MOSS_LOWMEM_CORRECTIONS": "all"}, zero(stage)))
+    found = run(family, layer(LIKE_UPSTREAM, engine(stage)))
     assert found.losses == pytest.approx(expected.losses, abs=TOLERANCES["printed_loss_unit"])
     assert found.rates == expected.rates
     assert_same_weights(found.weights(), expected.weights())  # names and shapes too: nothing is missing, nothing split
@@ -88,8 +105,8 @@ def test_full_training_equals_ddp(run, family, stage):
 @needs_deepspeed
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_equal_ddp_and_are_saved_whole(run, family, stage):
-    expected, found = (run(family, layer(LIKE_UPSTREAM, LORA, engine)) for engine in ({}, zero(stage)))
+def test_adapters_equal_ddp_and_are_saved_whole(run, engine, family, stage):
+    expected, found = (run(family, layer(LIKE_UPSTREAM, LORA, one)) for one in ({}, engine(stage)))
     assert found.losses == pytest.approx(expected.losses, abs=TOLERANCES["printed_loss_unit"])
     name = "adapter_model.safetensors"
     assert_same_weights(found.weights(name), expected.weights(name))
@@ -98,26 +115,26 @@ def test_adapters_equal_ddp_and_are_saved_whole(run, family, stage):
 @needs_deepspeed
 @needs_compiler
 @pytest.mark.parametrize("stage", [2, 3])
-def test_offload_keeps_the_update_rule(run, stage):
+def test_offload_keeps_the_update_rule(run, engine, stage):
     """accelerate puts another optimizer in the place of ours, with decoupled weight decay as ours."""
     family = FAMILIES[0]
     expected = run(family, layer(LIKE_UPSTREAM))
-    found = run(family, layer(LIKE_UPSTREAM, {"MOSS_LOWMEM_CORRECTIONS": "all"}, zero(stage, **OFFLOAD[stage])))
+    found = run(family, layer(LIKE_UPSTREAM, engine(stage, offload=True)))
     assert_same_weights(found.weights(), expected.weights())
 
 
 @needs_deepspeed
-def test_the_accumulation_of_the_config_has_to_be_the_trainers(run):
+def test_the_accumulation_of_the_config_has_to_be_the_trainers(run, engine):
     more = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}
-    done = run(FAMILIES[0], layer(LAYER, zero(2), more), check=False)
+    done = run(FAMILIES[0], layer(LAYER, engine(2), more), check=False)
     assert all(done.statuses)
     assert "says 8, and accelerate would follow it, while --gradient-accumulation-steps is 2" in done.outputs[0]
     assert "Traceback" not in done.outputs[0]
 
 
 @needs_deepspeed
-def test_what_is_handed_over_is_said(run):
-    done = run(FAMILIES[0], layer(LAYER, zero(2)))
+def test_what_is_handed_over_is_said(run, engine):
+    done = run(FAMILIES[0], layer(LAYER, engine(2)))
     assert "optimizer=adamw instead_of=adamw8bit reason='DeepSpeed splits the states" in done.outputs[0]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import EnvironmentProblem, SettingsError
+from ..loss.module_schedule import ByModule, recompute
 
 
 def largest_of_all(value: int, device: torch.device) -> int:
@@ -35,8 +36,6 @@ class TrainingEngine:
     owns_optimizer: ClassVar[bool] = False
     #: ... and why.
     optimizer_reason: ClassVar[str] = ""
-    #: Weights exist as a whole only while their own module runs: the loss goes through modules alone.
-    runs_by_module: ClassVar[bool] = False
     #: The loss has to be computed within the forward of the model that the engine wrapped.
     loss_inside_forward: ClassVar[bool] = False
     #: An unread embedding may be replaced by one that stays in host memory.
@@ -46,6 +45,16 @@ class TrainingEngine:
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
+
+    @property
+    def by_module(self) -> ByModule | None:
+        """How the loss calls modules where weights are whole only while their own module runs; None elsewhere."""
+        return None
+
+    @property
+    def recompute(self) -> Callable[..., Any]:
+        """Calls a layer now and again in the backward."""
+        return recompute if self.by_module is None else self.by_module.recompute
 
     @property
     def several(self) -> bool:
@@ -116,10 +125,6 @@ class TrainingEngine:
     def steps_as(self, handed_over: Any, optimizer: Any) -> bool:
         """Whether ``optimizer`` follows the rule of the one that was handed over."""
         return optimizer is handed_over
-
-    def frames_of_all(self, frames: int) -> int:
-        """Returns the most supervised frames that any process has, where all of them have to call modules in step."""
-        return frames
 
     def before_prepare(self, backbone: nn.Module) -> None:
         """The model is complete, and ``accelerator.prepare`` comes next."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..errors import EnvironmentProblem
+from ..loss.module_schedule import ByModule
 from .engine import TrainingEngine, largest_of_all
 
 
@@ -25,7 +26,6 @@ class FullySharded(TrainingEngine):
     device_gradients_reason: ClassVar[str | None] = "FSDP keeps gradients itself, split between the processes"
     owns_optimizer: ClassVar[bool] = True
     optimizer_reason: ClassVar[str] = "FSDP splits the states and keeps the split weights in float32"
-    runs_by_module: ClassVar[bool] = True
     loss_inside_forward: ClassVar[bool] = True
     parks_embeddings: ClassVar[bool] = False
     can_try_longest: ClassVar[bool] = False
@@ -37,8 +37,9 @@ class FullySharded(TrainingEngine):
             layers: Any = backbone.layers
             plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in layers})
 
-    def frames_of_all(self, frames: int) -> int:
-        return largest_of_all(frames, self.accelerator.device)
+    @property
+    def by_module(self) -> ByModule:
+        return ByModule(lambda frames: largest_of_all(frames, self.accelerator.device))
 
     def check(self, arguments: Any, method: str) -> None:
         super().check(arguments, method)

@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ..errors import EnvironmentProblem, SettingsError
+from ..loss.module_schedule import ByModule, recompute
 from .engine import TrainingEngine, largest_of_all
 
 # Both are Adam or AdamW, by an attribute.
 _OPTIMIZER_CLASSES = ("DeepSpeedCPUAdam", "FusedAdam")
+
+
+def reenter(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Calls ``function`` now and again in a backward of its own, for weights that are used once.
+
+    ZeRO-3 gathers a module's weights when the backward reaches it. Within one graph torch's recomputation would run
+    after that and let go of them again, and frozen weights, of which torch keeps no copy, would be empty. An input that
+    wants a gradient is added, for a first layer behind frozen embeddings.
+    """
+    anchor = torch.zeros((), requires_grad=True)
+    return checkpoint(lambda _, *values: function(*values, **options), anchor, *inputs, use_reentrant=True)
+
+
+def keep(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Calls ``function`` once and keeps its activations.
+
+    For the loss beside frozen weights: its chunks share their adapters, of which ZeRO-3 takes one gradient a backward.
+    """
+    return function(*inputs)
 
 
 class Zero(TrainingEngine):
@@ -36,9 +57,8 @@ class Zero(TrainingEngine):
         super().__init__(accelerator)
         self.stage = int(self._plugin.deepspeed_config["zero_optimization"]["stage"])
         self.title = f"DeepSpeed ZeRO-{self.stage}"  # type: ignore[misc]
-        self.runs_by_module = self.stage == 3  # type: ignore[misc]
         # A weight of stage 3 is split while it is loaded, and small where it is never gathered.
-        self._loads_whole = False
+        self._loads_whole = self._adapters = False
         self.parks_embeddings = self.stage != 3  # type: ignore[misc]
 
     @property
@@ -51,6 +71,7 @@ class Zero(TrainingEngine):
 
     def check(self, arguments: Any, method: str) -> None:
         super().check(arguments, method)
+        self._adapters = method != "full"
         if method == "qlora":
             raise EnvironmentProblem(
                 f"engine {self.title} with MOSS_LOWMEM_METHOD=qlora: DeepSpeed cannot split weights in 4 bit. Expected "
@@ -65,9 +86,9 @@ class Zero(TrainingEngine):
         clipping = self._plugin.deepspeed_config.get("gradient_clipping")
         if isinstance(clipping, (int, float)) and clipping != arguments.max_grad_norm:
             raise SettingsError(
-                f"engine {self.title} with gradient_clipping: {clipping}: DeepSpeed clips by itself and would follow the "
-                f"accelerate config, while --max-grad-norm is {arguments.max_grad_norm}. Set both to the same number, or "
-                "leave it out of the config."
+                f"engine {self.title} with gradient_clipping: {clipping}: DeepSpeed clips as the accelerate config "
+                f"says, while --max-grad-norm is {arguments.max_grad_norm}. Set both to the same number, or leave "
+                "it out of the config."
             )
 
     def settle_clipping(self, arguments: Any, *, corrected: bool) -> str | None:
@@ -107,8 +128,17 @@ class Zero(TrainingEngine):
     def loading(self) -> AbstractContextManager[object]:
         return self.building() if self._loads_whole else nullcontext()
 
-    def frames_of_all(self, frames: int) -> int:
-        return largest_of_all(frames, self.accelerator.device) if self.stage == 3 else frames
+    @property
+    def by_module(self) -> ByModule | None:
+        if self.stage != 3:
+            return None
+        return ByModule(
+            lambda frames: largest_of_all(frames, self.accelerator.device), keep if self._adapters else recompute
+        )
+
+    @property
+    def recompute(self) -> Callable[..., Any]:
+        return reenter if self.stage == 3 and self._adapters else recompute
 
     def complete(self, weights: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
         """Makes tied weights one tensor again: DeepSpeed copies each of them, and each would be saved."""

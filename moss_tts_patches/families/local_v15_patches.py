@@ -59,7 +59,8 @@ def _checked_loader(session: RunHooks, upstream: Callable[..., Any]) -> Callable
             session.ledger.apply(attention, ATTENTION_MASK.name, mask, "no padded row without a key")
         session.model_loaded(model)
         if session.loss_inside_forward:
-            session.ledger.apply(type(model), "forward", _forward_with_loss(session, type(model).forward), "the loss too")
+            forward = _forward_with_loss(session, type(model).forward)
+            session.ledger.apply(type(model), "forward", forward, "the loss within the forward")
         return model
 
     return load_training_model

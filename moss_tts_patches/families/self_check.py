@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from ..errors import SeamError
-from ..loss.engine import EngineOptions, LossEngine, own_frames
+from ..loss.engine import EngineOptions, LossEngine
+from ..loss.module_schedule import ByModule
 from ..optim.gradients import DeviceGradients
 from .family import Family, TrainingContext, supervised_positions
 
@@ -74,7 +75,9 @@ def _our_loss(family: Family, model: nn.Module, batch: dict[str, Any], options: 
     store = DeviceGradients()
     store.attach(model.named_parameters())
     # Small chunks and few logits at once, so that every seam between chunks is crossed.
-    small = dataclasses.replace(options, chunk_frames=3, logits_at_once=128, frames_of_all=own_frames)
+    small = dataclasses.replace(
+        options, chunk_frames=3, logits_at_once=128, by_module=None if options.by_module is None else ByModule()
+    )
     context = TrainingContext(
         engine=LossEngine(small, store),
         direct=options.schedule != "autograd",

@@ -129,8 +129,8 @@ def choose_engine(wish: str, config_file: str, count_gpus: Callable[[], int]) ->
     if processes > 1 and gpus > 1:
         if processes > gpus:
             raise EnvironmentProblem(
-                f"ACCELERATE_CONFIG_FILE={config_file} asks for {processes} processes ({config.title}), and {gpus} GPUs "
-                f"are visible. Expected num_processes: {gpus}, or a config that counts them itself: `moss-lowmem configs`."
+                f"ACCELERATE_CONFIG_FILE={config_file} asks for {processes} processes ({config.title}), {gpus} GPUs "
+                f"are visible. Expected num_processes: {gpus}, or one of `moss-lowmem configs`."
             )
         return Choice(config_file, f"engine={config.title} accelerate_config={config_file} processes={processes}")
     return _one_process(config_file, config.title, processes, gpus)

@@ -23,14 +23,10 @@ from torch import nn
 from ..errors import NumericsError
 from ..optim.gradients import GradientStore
 from . import autograd_schedule, direct_schedules, heads, module_schedule
+from .module_schedule import ByModule
 from .problem import FrameLoss
 
 SCHEDULES = ("fused", "staged", "autograd")
-
-
-def own_frames(frames: int) -> int:
-    """Where a process need not keep step with others."""
-    return frames
 
 
 @dataclass(frozen=True)
@@ -42,17 +38,14 @@ class EngineOptions:
         chunk_frames: frames of the depth model alive at once.
         logits_at_once: logits alive at once, in elements.
         verify_scale: compare the scale that reaches the loss with the one used (off for fake tensors).
-        runs_by_module: ``autograd`` goes through modules alone, for engines that lend a weight only to its own module.
-        frames_of_all: the most frames that any process has, given this one's: such engines gather weights at every call
-            of a module, so that all processes have to make the same calls.
+        by_module: ``autograd`` goes through modules alone, for engines that lend a weight only to its own module.
     """
 
     schedule: str = "staged"
     chunk_frames: int = 32
     logits_at_once: int = heads.LOGITS_AT_ONCE
     verify_scale: bool = True
-    runs_by_module: bool = False
-    frames_of_all: Callable[[int], int] = own_frames
+    by_module: ByModule | None = None
 
 
 class LossEngine:
@@ -97,7 +90,7 @@ class LossEngine:
             sums = heads.channel_sums(problem, hidden, self.options.chunk_frames)
             return (problem.coefficients * sums).sum(), sums
         if self.options.schedule == "autograd":
-            schedule = module_schedule if self.options.runs_by_module else autograd_schedule
+            schedule = module_schedule if self.options.by_module is not None else autograd_schedule
             sums = schedule.channel_sums(problem, hidden, self.options)
             self._observe(problem, sums.detach())
             return (problem.coefficients * sums).sum(), sums.detach()

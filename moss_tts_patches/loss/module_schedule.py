@@ -9,8 +9,8 @@ that the engine collects where it expects them. Chunk gradients are added up by 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,30 @@ if TYPE_CHECKING:
     from .engine import EngineOptions
 
 
+def own_frames(frames: int) -> int:
+    """Where a process need not keep step with others."""
+    return frames
+
+
+def recompute(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Calls ``function`` now and again in the backward, where autograd's graph stays one."""
+    return checkpoint(function, *inputs, use_reentrant=False, **options)
+
+
+@dataclass(frozen=True)
+class ByModule:
+    """What an engine asks of calls to modules.
+
+    Attributes:
+        frames_of_all: the most frames that any process has, given this one's: weights are gathered at every call, so
+            that all processes have to make the same ones.
+        recompute: calls a function now and again in the backward.
+    """
+
+    frames_of_all: Callable[[int], int] = own_frames
+    recompute: Callable[..., Any] = recompute
+
+
 def channel_sums(problem: FrameLoss, hidden: torch.Tensor, options: EngineOptions) -> torch.Tensor:
     """Returns ``[channels]`` float32 sums that autograd can differentiate.
 
@@ -32,15 +56,18 @@ def channel_sums(problem: FrameLoss, hidden: torch.Tensor, options: EngineOption
         hidden: ``[frames, hidden]``.
         options: chunk length and logits alive at once.
     """
-    missing = options.frames_of_all(hidden.shape[0]) - hidden.shape[0]
+    by_module = options.by_module
+    assert by_module is not None  # what this schedule is chosen by
+    missing = by_module.frames_of_all(hidden.shape[0]) - hidden.shape[0]
     if missing:
         problem, hidden = _padded(problem, missing), F.pad(hidden, (0, 0, 0, missing))
     features = differentiable_inputs(problem, hidden)
     with heads.forward_precision(hidden.device):
         if problem.depth is not None:
             parts = features.split(options.chunk_frames)
-            features = torch.cat([_recomputed(problem.depth, part) for part in parts])
-        return torch.stack([_channel_sum(channel, features, options.logits_at_once) for channel in problem.channels])
+            features = torch.cat([by_module.recompute(problem.depth, part) for part in parts])
+        sums = [_channel_sum(channel, features, options.logits_at_once, by_module) for channel in problem.channels]
+    return torch.stack(sums)
 
 
 def _padded(problem: FrameLoss, missing: int) -> FrameLoss:
@@ -56,12 +83,12 @@ def _padded(problem: FrameLoss, missing: int) -> FrameLoss:
     )
 
 
-def _channel_sum(channel: Channel, features: torch.Tensor, logits_at_once: int) -> torch.Tensor:
+def _channel_sum(channel: Channel, features: torch.Tensor, logits_at_once: int, by_module: ByModule) -> torch.Tensor:
     rows_at_once = max(1, logits_at_once // channel.projection.out_features)  # type: ignore[operator]
     inputs = features[:, channel.position]
     total = torch.zeros((), dtype=torch.float32, device=inputs.device)
     for rows, labels in zip(inputs.split(rows_at_once), channel.labels.split(rows_at_once)):
-        total = total + _recomputed(_piece(channel), rows, labels)
+        total = total + by_module.recompute(_piece(channel), rows, labels)
     return total
 
 
@@ -73,7 +100,3 @@ def _piece(channel: Channel) -> Callable[[torch.Tensor, torch.Tensor], torch.Ten
         return F.cross_entropy(logits[..., : channel.classes].float(), labels, reduction="sum")
 
     return loss
-
-
-def _recomputed(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    return checkpoint(function, *inputs, use_reentrant=False)

@@ -66,6 +66,8 @@ def lowmem_accelerator(base: type, session: Session) -> type:
                 return torch.zeros(())
             if session.parallel.owns_optimizer:
                 total = super().clip_grad_norm_(parameters, max_norm, norm_type)
+                if total is not None:  # DeepSpeed gives a number; trainers look for a tensor that is not finite
+                    total = torch.as_tensor(total)
                 session.record.gradient_norm = total
                 return total
             self.unscale_gradients()

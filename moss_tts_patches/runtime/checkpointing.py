@@ -8,19 +8,23 @@ are frozen), and it would also recompute the depth model, which the loss engine 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import SeamError
+from ..loss.module_schedule import recompute
 
 
-def checkpoint_layers(backbone: nn.Module) -> int:
+def checkpoint_layers(backbone: nn.Module, run: Callable[..., Any] = recompute) -> int:
     """Switches recomputation on for every layer of ``backbone``; returns how many there are.
+
+    Args:
+        backbone: has ``layers``.
+        run: calls a layer now and again in the backward.
 
     Raises:
         SeamError: the backbone has no layer that can be checkpointed.
@@ -35,9 +39,9 @@ def checkpoint_layers(backbone: nn.Module) -> int:
         knows_how = isinstance(layer, GradientCheckpointingLayer)
         if knows_how:
             layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+            layer._gradient_checkpointing_func = run
         elif "forward" not in vars(layer):
-            layer.forward = functools.partial(_recomputed, layer)
+            layer.forward = functools.partial(_recomputed, layer, run)
     return len(layers)
 
 
@@ -47,9 +51,9 @@ def layer_parameters(backbone: nn.Module) -> Iterator[nn.Parameter]:
         yield from layer.parameters()
 
 
-def _recomputed(layer: nn.Module, *args: Any, **options: Any) -> Any:
+def _recomputed(layer: nn.Module, run: Callable[..., Any], /, *args: Any, **options: Any) -> Any:
     """The forward of a layer that transformers did not build; set on the instance, so that no parameter is renamed."""
     forward = functools.partial(type(layer).forward, layer)
     if layer.training and torch.is_grad_enabled():
-        return checkpoint(forward, *args, use_reentrant=False, **options)
+        return run(forward, *args, **options)
     return forward(*args, **options)
