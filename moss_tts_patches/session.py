@@ -140,6 +140,11 @@ class Session:
         if (change := self.parallel.settle_clipping(self._arguments_parsed, corrected=corrected)) is not None:
             log(f"correction=gradient_clipping {change}")
         self.accelerator = accelerator
+        if self.parallel.owns_optimizer and (self.resume.options.saves or self.resume.goes_on):
+            raise EnvironmentProblem(
+                f"engine {self.parallel.title}: it owns the optimizer states, which resume points of the layer do not "
+                "hold. Unset MOSS_LOWMEM_SAVE_STEPS and MOSS_LOWMEM_SAVE_MINUTES, and set MOSS_LOWMEM_RESUME=off."
+            )
         self.resume.accelerator_created(accelerator.device, accelerator.process_index, accelerator.num_processes)
         reason = self.parallel.autograd_reason
         if reason is not None and self.schedule != "autograd":
