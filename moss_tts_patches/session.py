@@ -19,7 +19,7 @@ from . import __version__
 from .data.install import DataOptions
 from .engines import TrainingEngine, engine_of
 from .engines.learning_rate import step_rate_once
-from .errors import NumericsError, SeamError, ending_the_run
+from .errors import EnvironmentProblem, NumericsError, SeamError, ending_the_run
 from .families.family import Family, LossOutput, TrainingContext, supervised_positions
 from .families.self_check import check_against_upstream
 from .ledger import Ledger
