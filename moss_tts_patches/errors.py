@@ -5,7 +5,7 @@ A message names the component, what was found, what was expected and what to do 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 
@@ -35,6 +35,11 @@ class StateError(LowMemError):
 
 class DataError(LowMemError):
     """Training files are missing, or have records that cannot be trained on."""
+
+
+def first_ten(names: Sequence[str], separator: str = ", ") -> str:
+    """Joins names for a message, and counts those beyond the tenth."""
+    return separator.join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 @contextmanager

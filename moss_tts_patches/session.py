@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import functools
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -19,7 +18,7 @@ from . import __version__
 from .data.install import DataOptions
 from .engines import TrainingEngine, engine_of
 from .engines.learning_rate import step_rate_once
-from .errors import EnvironmentProblem, NumericsError, SeamError, ending_the_run
+from .errors import EnvironmentProblem, NumericsError, SeamError, ending_the_run, first_ten
 from .families.family import Family, LossOutput, TrainingContext, supervised_positions
 from .families.self_check import check_against_upstream
 from .ledger import Ledger
@@ -344,8 +343,7 @@ class Session:
         self.store.attach((name, parameter) for parameter, name in self.optimizer.names.items())
         with self.watch.guard.phase("optimizer state creation"):
             self.optimizer.reserve_states()
-        can_park = self.schedule != "autograd" and self._checkpointed_layers and self.settings.method != "qlora"
-        parkable = list(layer_parameters(self.family.backbone(self.model))) if can_park else []
+        parkable = list(layer_parameters(self.family.backbone(self.model))) if self.stores.can_park else []
         self.watch.model_ready(self.model, self.accelerator.device, self.stores, self.optimizer, parkable)
         wrapper.step = self.record.within("step", self.watch.guard.within(self._name_of_step, wrapper.step))
 
@@ -411,7 +409,9 @@ class Session:
         self.nonfinite_gradients = []
         if not torch.isfinite(total):
             self.nonfinite_gradients = names = self.store.nonfinite_names(parameters)
-            log(f"nonfinite_gradient step={self.clock.steps + 1} norm={total.item()} parameters={_shortened(names)}")
+            log(
+                f"nonfinite_gradient step={self.clock.steps + 1} norm={total.item()} parameters={first_ten(names, ',')}"
+            )
         self.store.clip(parameters, max_norm, total)
         return total
 
@@ -425,14 +425,17 @@ class Session:
         with self.parallel.gathered(trained):
             return {n: t.detach().to("cpu", copy=True) for n, t in self.adapters.adapters.state_dict().items()}
 
-    def _save_adapter(self, save_directory: Any, *_: Any, is_main_process: bool = True, **__: Any) -> None:
-        """Takes the place of ``model.save_pretrained`` in the trainer's ``save_checkpoint``."""
-        if self.adapters is None:
-            return
-        folder = Path(save_directory)
-        with self.parallel.gathered([p for p in self.model.parameters() if p.requires_grad]):
-            if is_main_process:
-                self.adapters.save(folder, name_in_the_end(folder), self.clock.steps)
+    def _save_adapter(
+        self, save_directory: Any, *_: Any, state_dict: Any = None, is_main_process: bool = True, **__: Any
+    ) -> None:
+        """Takes the place of ``model.save_pretrained`` in the trainer's ``save_checkpoint``.
+
+        Upstream passes on what :meth:`state_dict` gave it, so nothing is gathered twice.
+        """
+        tensors = self.state_dict() if state_dict is None else state_dict
+        if self.adapters is not None and tensors is not None and is_main_process:
+            folder = Path(save_directory)
+            self.adapters.save(folder, name_in_the_end(folder), self.clock.steps, tensors)
 
     def checkpoint_saved(self, checkpoint: Path) -> None:
         """The trainer's ``save_checkpoint`` is done; ``checkpoint`` is whole."""
@@ -443,13 +446,7 @@ class Session:
 
     def guarded(self, phase: Any, function: Any) -> Any:
         """Returns ``function`` as a phase whose memory is reported when it runs out."""
-
-        @functools.wraps(function)
-        def within(*args: Any, **options: Any) -> Any:
-            with self.watch.guard.phase(phase):
-                return function(*args, **options)
-
-        return within
+        return self.watch.guard.within(lambda: phase, function)
 
     # -- what the patches need -----------------------------------------------------------------------------------
 
@@ -503,7 +500,3 @@ class Session:
                 f"steps={self.clock.steps} median_step_time={self.clock.median_seconds():.2f}s "
                 f"{peak_memory(self.accelerator.device)}"
             )
-
-
-def _shortened(names: list[str]) -> str:
-    return ",".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -14,14 +14,24 @@ from .injection import Adapters
 from .record import AdapterRecord
 
 
-def save_adapter(adapters: Adapters, folder: Path, record: AdapterRecord) -> None:
+def save_adapter(
+    adapters: Adapters, folder: Path, record: AdapterRecord, tensors: dict[str, torch.Tensor] | None = None
+) -> None:
     """Writes ``adapter_config.json``, ``adapter_model.safetensors`` and ``lowmem.json`` into ``folder``.
+
+    Args:
+        adapters: of the training.
+        folder: may exist.
+        record: for ``lowmem.json``.
+        tensors: of :meth:`.injection.Adapters.state_dict`, where they have been gathered already.
 
     Raises:
         StateError: what was written is not what was trained.
         SeamError: see :meth:`.injection.Adapters.state_dict`.
     """
-    tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in adapters.state_dict().items()}
+    if tensors is None:
+        tensors = adapters.state_dict()
+    tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     _write_config(adapters, folder)

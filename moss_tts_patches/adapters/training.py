@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import LowMemError, NumericsError
+from ..errors import LowMemError, NumericsError, first_ten
 from ..optim.gradients import GradientStore
 from .injection import Adapters, inject
 from .plan import AdapterPlan
@@ -100,23 +100,24 @@ class AdapterTraining:
         assert self.adapters is not None
         without = [name for name, p in self.adapters.named_parameters() if not store.has_received(p)]
         if without:
-            shown = ", ".join(without[:10]) + (f" and {len(without) - 10} more" if len(without) > 10 else "")
             raise NumericsError(
-                f"adapter: {len(without)} trained tensors received no gradient in the first optimizer step: {shown}. "
+                f"adapter: {len(without)} trained tensors received no gradient in the first optimizer step: "
+                f"{first_ten(without)}. "
                 "No weight was touched. The training loss does not depend on them: leave them out of "
                 "MOSS_LOWMEM_LORA_TARGETS, or give the batch labels for their codebooks."
             )
 
-    def save(self, folder: Path, name: str, steps: int) -> None:
+    def save(self, folder: Path, name: str, steps: int, tensors: dict[str, torch.Tensor]) -> None:
         """Writes the adapter where upstream's model would be.
 
         Args:
             folder: to write into.
             name: the checkpoint's final name.
             steps: optimizer steps done.
+            tensors: of :meth:`.injection.Adapters.state_dict`, whole.
         """
         assert self.adapters is not None
-        save_adapter(self.adapters, folder, self._record(name, steps))
+        save_adapter(self.adapters, folder, self._record(name, steps), tensors)
 
     def _record(self, name: str, steps: int) -> AdapterRecord:
         import accelerate

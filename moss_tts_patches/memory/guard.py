@@ -38,6 +38,7 @@ class MemoryGuard:
         readings_folder: where the launcher looks for readings; None where nobody does.
 
     Attributes:
+        folder: the output folder, once it is known.
         plan: expected device bytes by category.
         measure: device bytes by category now; asked after a failure only.
         records: id and length in positions of every record of the current batch.
@@ -58,7 +59,7 @@ class MemoryGuard:
         self.records: Sequence[tuple[str, int]] = ()
         self.gpu_candidates: Candidates = _no_candidates
         self.host_candidates: Candidates = _no_candidates
-        self._folder, self._say, self._show = folder, say, show
+        self.folder, self._say, self._show = folder, say, show
         self._readings_folder = readings_folder
 
     def watch(self) -> None:
@@ -70,7 +71,7 @@ class MemoryGuard:
     def phase(self, name: Phase) -> AbstractContextManager[None]:
         """What the block does; running out of memory in it is reported, and goes on as it is."""
         return reporting_out_of_memory(
-            name, self.tracker, self.situation, folder=self._folder, say=self._say, show=self._show
+            name, self.tracker, self.situation, folder=self.folder, say=self._say, show=self._show
         )
 
     def within(self, name: Callable[[], Phase], function: Callable[..., Any]) -> Callable[..., Any]:

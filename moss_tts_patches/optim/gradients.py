@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ..errors import NumericsError
+from ..errors import NumericsError, first_ten
 from .compensated_sum import add_compensated, add_rows_compensated
 
 
@@ -153,11 +153,11 @@ class GradientStore:
         self._received.update(self._counts)
         self._counts.clear()
         if wrong:
-            shown = ", ".join(wrong[:10]) + (f" and {len(wrong) - 10} more" if len(wrong) > 10 else "")
             raise NumericsError(
                 f"gradient store: {len(wrong)} parameters did not get the contributions that this micro-batch owes "
-                f"them: {shown}. The weights were not touched. This is a fault of the layer or an upstream change: "
-                "set MOSS_LOWMEM_SCHEDULE=autograd MOSS_LOWMEM_GRADIENTS=device to train without it, and report it."
+                f"them: {first_ten(wrong)}. The weights were not touched. This is a fault of the layer or an upstream "
+                "change: set MOSS_LOWMEM_SCHEDULE=autograd MOSS_LOWMEM_GRADIENTS=device to train without it, and "
+                "report it."
             )
 
     def has_received(self, parameter: nn.Parameter) -> bool:

@@ -40,6 +40,11 @@ class StoreRequest:
     four_bit: bool
     engine_reason: str | None = None
 
+    @property
+    def can_park(self) -> bool:
+        """Whether weights can be away during the loss: no graph holds them, and they can be moved at all."""
+        return self.schedule != "autograd" and self.checkpointed_layers > 0 and not self.four_bit
+
 
 @dataclass(frozen=True)
 class Stores:
@@ -50,12 +55,14 @@ class Stores:
         sizes: of weights, gradients and states.
         gradients: the gradient store.
         parking: takes the backbone's weights off the GPU during the loss; None where they stay.
+        can_park: whether it could.
     """
 
     placement: StorePlacement
     sizes: StoreSizes
     gradients: GradientStore
     parking: WeightParking | None
+    can_park: bool
 
     @property
     def weights_away(self) -> Callable[[], AbstractContextManager[None]]:
@@ -83,11 +90,13 @@ def build_stores(
     placement = choose_placement(_possible(request), card_bytes, sizes)
     parking = None
     if placement.weights == "host":
-        if _can_park(request):
+        if _parks(request):
             parking = WeightParking(layers())
         else:
             placement = StorePlacement(placement.gradients, placement.states, "device")
-    return Stores(placement, sizes, build_store(placement.gradients, request.host_gradient_dtype), parking)
+    return Stores(
+        placement, sizes, build_store(placement.gradients, request.host_gradient_dtype), parking, request.can_park
+    )
 
 
 def _possible(request: StoreRequest) -> StorePlacement:
@@ -117,9 +126,9 @@ def _possible(request: StoreRequest) -> StorePlacement:
     return StorePlacement(gradients, request.placement.states, weights)
 
 
-def _can_park(request: StoreRequest) -> bool:
-    """Weights can only be away while no graph holds them."""
-    if request.schedule != "autograd" and request.checkpointed_layers:
+def _parks(request: StoreRequest) -> bool:
+    """Whether weights that should wait on the host will; ``auto`` gives way where they cannot."""
+    if request.can_park:
         return True
     if request.placement.weights == "auto":
         return False

@@ -49,12 +49,11 @@ class MachineWatch:
 
     def __init__(self, surroundings: Surroundings, log: Callable[[str], None]) -> None:
         self._surroundings, self._log = surroundings, log
-        self.guard = MemoryGuard(None, surroundings.messages, log)
+        self.guard = MemoryGuard(None, surroundings.messages, log, surroundings.readings_folder)
 
     def started(self, output_folder: Path) -> None:
         """The trainer's arguments are known; readings are kept from now on."""
-        around = self._surroundings
-        self.guard = MemoryGuard(output_folder, around.messages, self._log, around.readings_folder)
+        self.guard.folder = output_folder
         self.guard.watch()
 
     def check(self, output_folder: Path, model_path: str, whole_checkpoints: int, *, resumes: bool) -> None:
