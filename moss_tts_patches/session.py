@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
-import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,18 +16,17 @@ from . import __version__
 from .data.install import DataOptions
 from .engines import TrainingEngine, engine_of
 from .engines.learning_rate import step_rate_once
-from .errors import EnvironmentProblem, NumericsError, SeamError, ending_the_run, first_ten
-from .families.family import Family, LossOutput, TrainingContext, supervised_positions
+from .errors import EnvironmentProblem, SeamError, ending_the_run
+from .families.family import Family, TrainingContext, supervised_positions
 from .families.self_check import check_against_upstream
 from .ledger import Ledger
-from .loss.engine import EngineOptions, LossEngine
+from .loss.engine import LossEngine
 from .loss.problem import IGNORE_INDEX
 from .memory.card import StorePlacement
-from .memory.planner import Choice
 from .optim import build_optimizer
 from .runtime.checkpointing import checkpoint_layers, layer_parameters
+from .runtime.decisions import Decisions
 from .runtime.parked import park_embedding
-from .runtime.plan import card_memory, longest_micro_batch, plan_run
 from .runtime.precision import settle_precision
 from .runtime.recording import RunRecord
 from .runtime.report import GIB, StepClock, describe_module, describe_parameters, log, peak_memory
@@ -38,6 +35,7 @@ from .runtime.resume.writer import ResumeOptions
 from .runtime.saving import finish_interrupted_saves, name_in_the_end
 from .runtime.stores import StoreRequest, build_stores
 from .runtime.training_data import TrainingData
+from .runtime.training_loop import TrainingLoop
 from .runtime.watch import MachineWatch, Surroundings
 from .settings import Settings
 
@@ -86,16 +84,11 @@ class Session:
         self._upstream_forward: Any = None
         self._arguments_parsed: Any = None
         self._said: set[str] = set()
-        self._verified = False
-        self._losses = 0
-        self._tried_longest = False
-        self.choice: Choice | None = None
         self.record = RunRecord()
         self._parked_bytes = 0
         self._checkpointed_layers = 0
-        self._checkpointing_asked = False
-        self.schedule: str = settings.schedule
-        self.nonfinite_gradients: list[str] = []
+        self.decisions = Decisions(settings, family, log)
+        self.loop: TrainingLoop
 
     # -- upstream's order of events ------------------------------------------------------------------------------
 
@@ -103,12 +96,7 @@ class Session:
         """The trainer's arguments are known, nothing has been done yet; returns them unchanged."""
         self.seed = int(getattr(namespace, "seed", 0))
         self._output_folder = Path(getattr(namespace, "output_dir", "."))
-        # A trainer whose own parser lacks the flag never calls the model's enabling method.
-        self._checkpointing_asked = bool(getattr(namespace, "gradient_checkpointing", False))
-        reason = self.family.autograd_reason(namespace)
-        if reason is not None and self.schedule != "autograd":
-            self.schedule = "autograd"
-            log(f"schedule=autograd instead_of={self.settings.schedule} reason='{reason}'")
+        self.decisions.arguments_known(namespace)
         self._arguments_parsed = namespace
         settle_precision(namespace, full=self.adapters is None, log=log)
         model_path = str(getattr(namespace, "model_path", ""))
@@ -145,17 +133,9 @@ class Session:
                 "hold. Unset MOSS_LOWMEM_SAVE_STEPS and MOSS_LOWMEM_SAVE_MINUTES, and set MOSS_LOWMEM_RESUME=off."
             )
         self.resume.accelerator_created(accelerator.device, accelerator.process_index, accelerator.num_processes)
-        reason = self.parallel.autograd_reason
-        if reason is not None and self.schedule != "autograd":
-            log(f"schedule=autograd instead_of={self.schedule} engine='{self.parallel.title}' reason='{reason}'")
-            self.schedule = "autograd"
+        self.decisions.engine_known(self.parallel)
         if accelerator.is_main_process:
             finish_interrupted_saves(self._output_folder, log)
-        self.engine_options = EngineOptions(
-            schedule=self.schedule,
-            chunk_frames=self.settings.chunk_frames,
-            by_module=self.parallel.by_module,
-        )
 
     @ending_the_run()
     def load_records(self, upstream: Any, spec: str, world_size: int, rank: int) -> Any:
@@ -179,41 +159,20 @@ class Session:
         with self.parallel.building(), torch.device("meta"), torch.random.fork_rng(devices=[]):
             structure = model_class(config)
         self.family.check_structure(structure)
-        self._plan(model_class, config)
+        self.decisions.plan(
+            model_class,
+            config,
+            self.accelerator,
+            self.data.checked,
+            self.adapters.plan if self.adapters is not None else None,
+            repository=Path(vars(self.trainer)["__file__"]).resolve().parents[2],
+        )
         if self.adapters is not None:
             self.adapters.structure_known(structure, self.accelerator.mixed_precision, self.accelerator.device)
         if self.settings.checks_itself:
             with self.parallel.building():
-                check_against_upstream(self.family, model_class, config, self._upstream_forward, self.engine_options)
-
-    def _plan(self, model_class: Any, config: Any) -> None:
-        """Chooses what the user has not set, for this card and these records."""
-        card = card_memory(self.accelerator.device, self.settings.vram)
-        checked = self.data.checked
-        if self.settings.plan == "off" or card is None or self.parallel.autograd_reason is not None or checked is None:
-            return
-        lengths, arguments = checked.report.positions, self._arguments_parsed
-        pinned = self.settings.pinned_rung()
-        if self.schedule == "autograd":  # asked for, or the only one that can do what was asked for
-            pinned["schedule"] = "autograd"
-        if self.accelerator.scaler is not None:
-            pinned["gradients"] = "device"
-        self.choice = plan_run(
-            self.family,
-            model_class,
-            config,
-            batch=longest_micro_batch(lengths, checked.report.supervised, arguments.per_device_batch_size),
-            card_bytes=card,
-            accumulation=self.accelerator.gradient_accumulation_steps,
-            pinned=pinned,
-            method=self.settings.method,
-            adapters=self.adapters.plan if self.adapters is not None else None,
-            lengths=lengths,
-            repository=Path(vars(self.trainer)["__file__"]).resolve().parents[2],
-            say=log,
-        )
-        self.schedule = self.choice.rung.schedule
-        self.engine_options = dataclasses.replace(self.engine_options, schedule=self.schedule)
+                options = self.decisions.engine_options
+                check_against_upstream(self.family, model_class, config, self._upstream_forward, options)
 
     def loading_options(self) -> dict[str, Any]:
         """What ``from_pretrained`` is given besides the trainer's own arguments."""
@@ -235,20 +194,20 @@ class Session:
         if self.adapters is not None:
             self.adapters.model_loaded(model, self.seed)
             self.ledger.apply(model, "save_pretrained", self._save_adapter, "an adapter instead of the whole model")
-        wanted = self.settings.checkpoints_always if self.choice is None else self.choice.rung.checkpointing
-        if wanted or self._checkpointing_asked:
+        if self.decisions.checkpoints_layers:
             self.enable_checkpointing()
         self._choose_stores()
+        self.loop = self._make_loop()
 
     def _choose_stores(self) -> None:
         """Decides where gradients and states live, now that the model's size is known."""
         settings, device = self.settings, self.accelerator.device
-        chosen: Any = settings if self.choice is None else self.choice.rung
+        chosen = self.decisions.placements
         request = StoreRequest(
             StorePlacement(chosen.gradients, chosen.states, chosen.weights),
             host_gradient_dtype=getattr(torch, chosen.host_gradient_dtype),
             optimizer=settings.optimizer,
-            schedule=self.schedule,
+            schedule=self.decisions.schedule,
             checkpointed_layers=self._checkpointed_layers,
             loss_scaler=self.accelerator.scaler is not None,
             engine_reason=self.parallel.device_gradients_reason,
@@ -259,16 +218,36 @@ class Session:
             request, self.model, lambda: layer_parameters(self.family.backbone(self.model)), card
         )
         self.placement, self.store = self.stores.placement, self.stores.gradients
-        self.engine = LossEngine(self.engine_options, self.store, self.stores.weights_away, self.record.observe)
-        self.context = TrainingContext(
-            engine=self.engine,
-            direct=self.schedule != "autograd",
+
+    def _make_loop(self) -> TrainingLoop:
+        loss_engine = LossEngine(
+            self.decisions.engine_options, self.store, self.stores.weights_away, self.record.observe
+        )
+        context = TrainingContext(
+            engine=loss_engine,
+            direct=self.decisions.schedule != "autograd",
             loss_scale=self._loss_scale,
-            finite_empty_channels=settings.corrects("empty_channel_loss"),
+            finite_empty_channels=self.corrects("empty_channel_loss"),
             say_once=self.say_once,
             summarise_labels=lambda labels: supervised_positions(labels, IGNORE_INDEX),
             every_weight=self.parallel.several,
             inside_forward=self.parallel.loss_inside_forward,
+        )
+        return TrainingLoop(
+            family=self.family,
+            accelerator=self.accelerator,
+            parallel=self.parallel,
+            context=context,
+            stores=self.stores,
+            data=self.data,
+            resume=self.resume,
+            clock=self.clock,
+            record=self.record,
+            watch=self.watch,
+            adapters=self.adapters,
+            before_first=self.ledger.verify,
+            tries_longest=self.settings.longest_first == "1",
+            say=log,
         )
 
     def enable_checkpointing(self) -> None:
@@ -288,25 +267,14 @@ class Session:
         if self.parallel.owns_optimizer:
             if self.settings.optimizer != "adamw":
                 log(f"optimizer=adamw instead_of={self.settings.optimizer} reason='{self.parallel.optimizer_reason}'")
-            self.optimizer = torch.optim.AdamW([p for p in given if p.requires_grad], **options)
+            self.loop.optimizer = self.optimizer = torch.optim.AdamW([p for p in given if p.requires_grad], **options)
             return self.optimizer
         named = [(names[parameter], parameter) for parameter in given]
         self.optimizer = build_optimizer(
             self.settings.optimizer, named, self.store, self.placement.states, seed=self.seed, **options
         )
-        self.optimizer.register_step_pre_hook(self._before_step)
-        self.optimizer.register_step_post_hook(self._after_step)
+        self.loop.drive(self.optimizer)
         return self.optimizer
-
-    def _before_step(self, *_: Any) -> None:
-        if self.adapters is not None and not self.clock.steps:
-            self.adapters.check_gradients(self.store)
-
-    def _after_step(self, *_: Any) -> None:
-        self.clock.step(time.perf_counter())
-        self.record.step(self.clock.steps, self.data.micro_batches, self.optimizer.param_groups[0]["lr"])
-        if self.stores.parking is not None:
-            self.stores.parking.weights_changed()
 
     def before_prepare(self, objects: tuple[Any, ...]) -> None:
         """Checks that what is prepared is what the layer built."""
@@ -345,75 +313,7 @@ class Session:
             self.optimizer.reserve_states()
         parkable = list(layer_parameters(self.family.backbone(self.model))) if self.stores.can_park else []
         self.watch.model_ready(self.model, self.accelerator.device, self.stores, self.optimizer, parkable)
-        wrapper.step = self.record.within("step", self.watch.guard.within(self._name_of_step, wrapper.step))
-
-    def _name_of_step(self) -> Any:
-        return "optimizer step" if self.clock.steps else "optimizer state creation"
-
-    def forward(self, model: Any, batch: dict[str, Any]) -> Any:
-        """One training forward of upstream's loop."""
-        if self.resume.replaying:
-            return LossOutput(loss=self.resume.replayed_loss())
-        if not self._verified:
-            self.ledger.verify()
-            self._verified = True
-        if not self._tried_longest:
-            self._tried_longest = True
-            if self.settings.longest_first == "1" and torch.is_grad_enabled() and self.parallel.can_try_longest:
-                self._try_longest(model, batch)
-        self.clock.start(time.perf_counter())
-        with self.record.phase("forward"):
-            output = self._training_forward(model, batch)
-        self.record.micro_batch(output.loss, batch)
-        return output
-
-    def _training_forward(self, model: Any, batch: dict[str, Any]) -> Any:
-        with self.watch.guard.phase("forward chunk"):
-            output = self.family.training_output(model, batch, self.context)
-        self._losses += 1
-        return output
-
-    def _try_longest(self, model: Any, batch: dict[str, Any]) -> None:
-        """Runs the longest records forward and backward before the first micro-batch; nothing of it stays."""
-
-        def run(longest: dict[str, Any]) -> None:
-            loss = self._training_forward(model, longest).loss.float()
-            # The trainer calls backward outside the autocast that the model's forward stands in.
-            with torch.autocast(self.accelerator.device.type, enabled=False):
-                self.accelerator.backward(loss)
-
-        self.data.try_longest(batch, run, self.optimizer.zero_grad)
-
-    def before_backward(self) -> None:
-        """A loss is about to be back-propagated: it must be ours."""
-        if not self._losses:
-            raise NumericsError(
-                "loss: accelerator.backward was called with a loss that did not come through the layer. Something "
-                "replaced the model's forward after activation; unset MOSS_LOWMEM, or find what patches it."
-            )
-        self._losses = 0
-
-    def after_backward(self) -> None:
-        """Every gradient of the micro-batch has arrived."""
-        self.store.end_micro_batch(self.context.expected_contributions)
-        if self.parallel.owns_optimizer and self.accelerator.sync_gradients:
-            self._after_step()
-
-    def clip_gradients(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clips by the global norm and returns it, wherever the gradients live; names a gradient that is not finite.
-
-        Upstream would go on with a norm of nan and say nothing; its numbers stay as they are, but the cause is named
-        before clipping spreads it to every parameter.
-        """
-        self.record.gradient_norm = total = self.store.total_norm(parameters, norm_type)
-        self.nonfinite_gradients = []
-        if not torch.isfinite(total):
-            self.nonfinite_gradients = names = self.store.nonfinite_names(parameters)
-            log(
-                f"nonfinite_gradient step={self.clock.steps + 1} norm={total.item()} parameters={first_ten(names, ',')}"
-            )
-        self.store.clip(parameters, max_norm, total)
-        return total
+        self.loop.watch_step(wrapper)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -449,6 +349,15 @@ class Session:
         return self.watch.guard.within(lambda: phase, function)
 
     # -- what the patches need -----------------------------------------------------------------------------------
+
+    def forward(self, model: Any, batch: dict[str, Any]) -> Any:
+        """One training forward of upstream's loop."""
+        return self.loop.forward(model, batch)
+
+    @property
+    def nonfinite_gradients(self) -> list[str]:
+        """Names of the parameters whose gradients were not finite when they were clipped last."""
+        return self.loop.nonfinite_gradients
 
     def corrects(self, name: str) -> bool:
         """Whether the named departure from upstream's numbers is wanted."""
@@ -486,7 +395,7 @@ class Session:
         backbone, depth = self.family.backbone(model), self.family.depth_model(model)
         log(f"{describe_module('backbone', backbone)} {describe_module('depth', depth)}")
         log(
-            f"plan schedule={self.schedule} chunk_frames={settings.chunk_frames} "
+            f"plan schedule={self.decisions.schedule} chunk_frames={settings.chunk_frames} "
             f"checkpointed_layers={self._checkpointed_layers} optimizer={settings.optimizer} "
             f"gradients={self.placement.gradients} states={self.placement.states} "
             f"weights={self.placement.weights} "

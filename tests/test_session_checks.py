@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from moss_tts_patches import session as session_module
 from moss_tts_patches.engines import TrainingEngine
 from moss_tts_patches.errors import EnvironmentProblem, SettingsError
 from moss_tts_patches.families.local import LocalFamily
 from moss_tts_patches.memory.card import StorePlacement, StoreSizes, choose_placement
 from moss_tts_patches.optim.gradients import DeviceGradients
 from moss_tts_patches.runtime.precision import settle_precision
+from moss_tts_patches.runtime.recording import RunRecord
+from moss_tts_patches.runtime.report import StepClock
 from moss_tts_patches.runtime.stores import StoreRequest, build_stores
+from moss_tts_patches.runtime.training_loop import TrainingLoop
 from moss_tts_patches.session import Session
 from moss_tts_patches.settings import load_settings
 
@@ -94,18 +97,24 @@ def test_an_optimizer_that_accelerate_replaced_is_noticed():
         session.after_prepare((replaced,))
 
 
-def test_a_nonfinite_gradient_is_named_before_clipping(monkeypatch):
+def make_loop(say, **members):
+    """A loop with just the members that a test needs."""
+    names = [field.name for field in dataclasses.fields(TrainingLoop) if field.default is field.default_factory]
+    return TrainingLoop(**{**dict.fromkeys(names), "clock": StepClock(), "record": RunRecord(), "say": say, **members})
+
+
+def test_a_nonfinite_gradient_is_named_before_clipping():
     lines = []
-    monkeypatch.setattr(session_module, "log", lines.append)
-    session = make_session()
-    session.store = DeviceGradients()
+    store = DeviceGradients()
+    loop = make_loop(lines.append, stores=types.SimpleNamespace(gradients=store))
     parameters = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
-    session.store.attach([("good", parameters[0]), ("bad", parameters[1])])
+    store.attach([("good", parameters[0]), ("bad", parameters[1])])
     parameters[0].grad, parameters[1].grad = torch.ones(3), torch.tensor([1.0, float("inf")])
-    session.clip_gradients(parameters, 1.0, 2.0)
+    loop.clip_gradients(parameters, 1.0, 2.0)
     assert lines == ["nonfinite_gradient step=1 norm=inf parameters=bad"]
+    assert loop.nonfinite_gradients == ["bad"]
     parameters[1].grad = torch.ones(2)
-    session.clip_gradients(parameters, 1.0, 2.0)
+    loop.clip_gradients(parameters, 1.0, 2.0)
     assert len(lines) == 1
 
 

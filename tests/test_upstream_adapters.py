@@ -50,7 +50,7 @@ def report():
             module.eval()
     batch = family.sample_batch(model.config, torch.Generator().manual_seed(3))
     with torch.no_grad():
-        loss = family.training_output(model, batch, session.context).loss.item()
+        loss = family.training_output(model, batch, session.loop.context).loss.item()
     base = load_file(os.path.join(os.environ["MODEL_PATH"], "model.safetensors"))
     found = {name.replace(".base_layer", ""): tensor for name, tensor in model.state_dict().items()}
     changed = [name for name, tensor in base.items() if tensor.shape != found[name].shape

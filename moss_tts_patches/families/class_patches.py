@@ -17,7 +17,10 @@ class RunHooks(Protocol):
     ledger: Ledger
     trainer: ModuleType
     model: Any
-    nonfinite_gradients: list[str]
+
+    @property
+    def nonfinite_gradients(self) -> list[str]:
+        """Names of the parameters whose gradients were not finite when they were clipped last."""
 
     @property
     def loss_inside_forward(self) -> bool:

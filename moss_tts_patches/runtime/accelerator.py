@@ -50,10 +50,10 @@ def lowmem_accelerator(base: type, session: Session) -> type:
         def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
             if session.resume.replaying:
                 return
-            session.before_backward()
+            session.loop.before_backward()
             with session.watch.guard.phase("backward"), session.record.phase("backward"):
                 super().backward(loss, **kwargs)
-            session.after_backward()
+            session.loop.after_backward()
 
         def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
             own = session.state_dict()
@@ -71,7 +71,7 @@ def lowmem_accelerator(base: type, session: Session) -> type:
                 session.record.gradient_norm = total
                 return total
             self.unscale_gradients()
-            return session.clip_gradients(list(parameters), max_norm, norm_type)
+            return session.loop.clip_gradients(list(parameters), max_norm, norm_type)
 
     LowMemAccelerator.__name__ = LowMemAccelerator.__qualname__ = base.__name__
     return LowMemAccelerator

@@ -1,0 +1,114 @@
+"""What a run decides before its model is loaded: how the loss is computed, and where things stand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..engines import TrainingEngine
+from ..families.family import Family
+from ..loss.engine import EngineOptions
+from ..memory.planner import Choice
+from ..settings import Settings
+from .plan import card_memory, longest_micro_batch, plan_run
+
+if TYPE_CHECKING:
+    from ..adapters.plan import AdapterPlan
+    from ..data.install import CheckedData
+
+
+class Decisions:
+    """The user's wishes, what the trainer's arguments and the engine allow of them, and the planner's choice.
+
+    Attributes:
+        schedule: of the loss.
+        choice: the planner's; None where nothing was planned.
+        checkpointing_asked: the trainer's command line asks for checkpointing.
+    """
+
+    def __init__(self, settings: Settings, family: Family, say: Callable[[str], None]) -> None:
+        self._settings, self._family, self._say = settings, family, say
+        self.schedule: str = settings.schedule
+        self.choice: Choice | None = None
+        self.checkpointing_asked = False
+        self._arguments: Any = None
+        self._parallel: TrainingEngine
+
+    def arguments_known(self, namespace: Any) -> None:
+        """The trainer's arguments are parsed."""
+        self._arguments = namespace
+        # A trainer whose own parser lacks the flag never calls the model's enabling method.
+        self.checkpointing_asked = bool(getattr(namespace, "gradient_checkpointing", False))
+        reason = self._family.autograd_reason(namespace)
+        if reason is not None and self.schedule != "autograd":
+            self._say(f"schedule=autograd instead_of={self.schedule} reason='{reason}'")
+            self.schedule = "autograd"
+
+    def engine_known(self, parallel: TrainingEngine) -> None:
+        """The engine that trains is known."""
+        self._parallel = parallel
+        reason = parallel.autograd_reason
+        if reason is not None and self.schedule != "autograd":
+            self._say(f"schedule=autograd instead_of={self.schedule} engine='{parallel.title}' reason='{reason}'")
+            self.schedule = "autograd"
+
+    @property
+    def engine_options(self) -> EngineOptions:
+        """Of the loss engine."""
+        return EngineOptions(
+            schedule=self.schedule,
+            chunk_frames=self._settings.chunk_frames,
+            by_module=self._parallel.by_module,
+        )
+
+    def plan(
+        self,
+        model_class: Any,
+        config: Any,
+        accelerator: Any,
+        checked: CheckedData | None,
+        adapters: AdapterPlan | None,
+        repository: Path,
+    ) -> None:
+        """Chooses what the user has not set, for this card and these records; without a card, nothing.
+
+        Raises:
+            LowMemError: no plan fits.
+        """
+        card = card_memory(accelerator.device, self._settings.vram)
+        plans = self._settings.plan != "off" and self._parallel.autograd_reason is None
+        if not plans or card is None or checked is None:
+            return
+        lengths, arguments = checked.report.positions, self._arguments
+        pinned = self._settings.pinned_rung()
+        if self.schedule == "autograd":  # asked for, or the only one that can do what was asked for
+            pinned["schedule"] = "autograd"
+        if accelerator.scaler is not None:
+            pinned["gradients"] = "device"
+        self.choice = plan_run(
+            self._family,
+            model_class,
+            config,
+            batch=longest_micro_batch(lengths, checked.report.supervised, arguments.per_device_batch_size),
+            card_bytes=card,
+            accumulation=accelerator.gradient_accumulation_steps,
+            pinned=pinned,
+            method=self._settings.method,
+            adapters=adapters,
+            lengths=lengths,
+            repository=repository,
+            say=self._say,
+        )
+        self.schedule = self.choice.rung.schedule
+
+    @property
+    def checkpoints_layers(self) -> bool:
+        """Whether the backbone's layers are recomputed in the backward."""
+        wanted = self._settings.checkpoints_always if self.choice is None else self.choice.rung.checkpointing
+        return wanted or self.checkpointing_asked
+
+    @property
+    def placements(self) -> Any:
+        """What says where gradients, states and weights stand: the planner's rung, or the settings."""
+        return self._settings if self.choice is None else self.choice.rung

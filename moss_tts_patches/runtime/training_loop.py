@@ -1,0 +1,147 @@
+"""The layer's part in upstream's loop: forward, backward, clipping and step of one micro-batch after another."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..engines import TrainingEngine
+from ..errors import NumericsError, first_ten
+from ..families.family import Family, LossOutput, TrainingContext
+from .recording import RunRecord
+from .report import StepClock
+from .resume.run import ResumableRun
+from .stores import Stores
+from .training_data import TrainingData
+from .watch import MachineWatch
+
+if TYPE_CHECKING:
+    from ..adapters.training import AdapterTraining
+
+
+@dataclass
+class TrainingLoop:
+    """Everything that a micro-batch meets; made once the model is loaded.
+
+    Attributes:
+        context: what the family's forward is given.
+        before_first: runs before the first micro-batch that is computed.
+        tries_longest: the longest records go through forward and backward before the first micro-batch.
+        optimizer: the layer's; None until it is built.
+        nonfinite_gradients: names of the parameters whose gradients were not finite when they were clipped last.
+    """
+
+    family: Family
+    accelerator: Any
+    parallel: TrainingEngine
+    context: TrainingContext
+    stores: Stores
+    data: TrainingData
+    resume: ResumableRun
+    clock: StepClock
+    record: RunRecord
+    watch: MachineWatch
+    adapters: AdapterTraining | None
+    before_first: Callable[[], object]
+    tries_longest: bool
+    say: Callable[[str], None]
+    optimizer: Any = None
+    nonfinite_gradients: list[str] = field(default_factory=list)
+    _begun: bool = False
+    _losses: int = 0
+
+    def drive(self, optimizer: Any) -> None:
+        """Takes part in the steps of the layer's optimizer."""
+        self.optimizer = optimizer
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def watch_step(self, wrapper: Any) -> None:
+        """Times and guards the step of the optimizer that accelerate made of the layer's."""
+        wrapper.step = self.record.within("step", self.watch.guard.within(self._name_of_step, wrapper.step))
+
+    def _name_of_step(self) -> Any:
+        return "optimizer step" if self.clock.steps else "optimizer state creation"
+
+    def forward(self, model: Any, batch: dict[str, Any]) -> Any:
+        """One training forward of upstream's loop."""
+        if self.resume.replaying:
+            return LossOutput(loss=self.resume.replayed_loss())
+        if not self._begun:
+            self._begun = True
+            self.before_first()
+            if self.tries_longest and torch.is_grad_enabled() and self.parallel.can_try_longest:
+                self._try_longest(model, batch)
+        self.clock.start(time.perf_counter())
+        with self.record.phase("forward"):
+            output = self._training_forward(model, batch)
+        self.record.micro_batch(output.loss, batch)
+        return output
+
+    def _training_forward(self, model: Any, batch: dict[str, Any]) -> Any:
+        with self.watch.guard.phase("forward chunk"):
+            output = self.family.training_output(model, batch, self.context)
+        self._losses += 1
+        return output
+
+    def _try_longest(self, model: Any, batch: dict[str, Any]) -> None:
+        """Runs the longest records forward and backward before the first micro-batch; nothing of it stays."""
+
+        def run(longest: dict[str, Any]) -> None:
+            loss = self._training_forward(model, longest).loss.float()
+            # The trainer calls backward outside the autocast that the model's forward stands in.
+            with torch.autocast(self.accelerator.device.type, enabled=False):
+                self.accelerator.backward(loss)
+
+        self.data.try_longest(batch, run, self.optimizer.zero_grad)
+
+    def before_backward(self) -> None:
+        """A loss is about to be back-propagated: it must be ours.
+
+        Raises:
+            NumericsError: it is not.
+        """
+        if not self._losses:
+            raise NumericsError(
+                "loss: accelerator.backward was called with a loss that did not come through the layer. Something "
+                "replaced the model's forward after activation; unset MOSS_LOWMEM, or find what patches it."
+            )
+        self._losses = 0
+
+    def after_backward(self) -> None:
+        """Every gradient of the micro-batch has arrived."""
+        self.stores.gradients.end_micro_batch(self.context.expected_contributions)
+        if self.parallel.owns_optimizer and self.accelerator.sync_gradients:
+            self._after_step()
+
+    def clip_gradients(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clips by the global norm and returns it, wherever the gradients live; names a gradient that is not finite.
+
+        Upstream would go on with a norm of nan and say nothing; its numbers stay as they are, but the cause is named
+        before clipping spreads it to every parameter.
+        """
+        store = self.stores.gradients
+        self.record.gradient_norm = total = store.total_norm(parameters, norm_type)
+        self.nonfinite_gradients = []
+        if not torch.isfinite(total):
+            self.nonfinite_gradients = names = store.nonfinite_names(parameters)
+            self.say(
+                f"nonfinite_gradient step={self.clock.steps + 1} norm={total.item()} parameters={first_ten(names, ',')}"
+            )
+        store.clip(parameters, max_norm, total)
+        return total
+
+    def _before_step(self, *_: Any) -> None:
+        if self.adapters is not None and not self.clock.steps:
+            self.adapters.check_gradients(self.stores.gradients)
+
+    def _after_step(self, *_: Any) -> None:
+        self.clock.step(time.perf_counter())
+        self.record.step(self.clock.steps, self.data.micro_batches, self.optimizer.param_groups[0]["lr"])
+        if self.stores.parking is not None:
+            self.stores.parking.weights_changed()
