@@ -1,232 +1,155 @@
 """What the simulation says, against a real GPU: peak memory, time and host traffic of full-size training steps.
 
-    MOSS_TTS_REPO=/path/to/MOSS-TTS python benchmarks/gpu.py --json benchmarks/results/gpu.json
+    MOSS_TTS_REPO=/path/to/MOSS-TTS bash benchmarks/gpu.sh
 
-Needs a CUDA card and nothing else: weights are random, nothing is downloaded. For each memory cap it runs upstream's
-own step (out of memory is a result) and the layer's rungs, two micro-batches an optimizer step, and compares the
-allocator's peak with the simulated one. What the card cannot hold is skipped and said. ``--device cpu --tiny`` runs the
-same code on a tiny model and counts live storages, which a test does.
+Weights are random, nothing is downloaded. Under each memory cap it runs upstream's own step (out of memory is a result)
+and the layer's rungs, two micro-batches an optimizer step, and compares the allocator's peak with the simulated one.
+What the card or the host memory cannot hold is left out and said, and so is what the time (``--minutes``) does not
+allow. ``--device cpu --tiny`` runs the same code on a tiny model and counts live storages, which a test does.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import copy
 import gc
 import json
 import os
-import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
+import psutil  # comes with accelerate
 import torch
+from gpu_runs import Figures, Meter, memory_bandwidth, run_layer, run_upstream
 from machine import describe_run
 
 from moss_tts_patches.families import FAMILIES
-from moss_tts_patches.families.family import Family, TrainingContext, supervised_positions
-from moss_tts_patches.loss.engine import EngineOptions, LossEngine
-from moss_tts_patches.loss.problem import IGNORE_INDEX
 from moss_tts_patches.memory.rungs import MicroBatch, Rung
 from moss_tts_patches.memory.simulate import simulate_rung
-from moss_tts_patches.memory.tracker import StorageTracker
 from moss_tts_patches.memory.upstream_source import SOURCES, load_classes
-from moss_tts_patches.memory.weight_parking import WeightParking
-from moss_tts_patches.optim import build_optimizer, build_store
-from moss_tts_patches.runtime.checkpointing import checkpoint_layers, layer_parameters
-from moss_tts_patches.runtime.parked import park_embedding
 
 GIB = 2**30
-CAPS_GIB = (8, 12, 16, 24)
+CAPS_GIB = (16.0, 8.0, 12.0, 24.0)  # what matters most comes first, should time run out
 RUNGS = (
+    Rung("staged", gradients="host", states="host", weights="host"),
     Rung("fused"),
     Rung("staged", gradients="host"),
     Rung("staged", gradients="host", states="host"),
-    Rung("staged", gradients="host", states="host", weights="host"),
+    Rung("fused", gradients="host", states="host"),
 )
-MICRO_BATCHES_A_STEP, STEPS = 2, 3  # the first step compiles kernels and makes the states; the others are timed
-PACKAGES = ("torch", "triton", "transformers", "accelerate")
+UPSTREAM = "upstream-checkpointing"
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "moss_tts_patches")
+HOST_BESIDE_GIB = 3.0  # this process without its stores
+SECONDS_A_RUN = 25.0  # what a run may still take when time is nearly up
 
 
 @dataclass
-class Measured:
-    """One real run; bytes and seconds."""
+class Row:
+    """One run under one cap.
+
+    Attributes:
+        outcome: ``measured``, ``out of memory``, or why it was left out.
+        simulated: peak bytes; 0 where nothing was simulated.
+        of_bandwidth: what the optimizer step moves at least, as a share of what the GPU's memory can move in its time.
+    """
 
     name: str
     cap_gib: float | None
-    fits: bool
-    peak_allocated: int = 0
-    peak_reserved: int = 0
+    outcome: str
     simulated: int = 0
-    seconds_micro_batch: float = 0.0
-    seconds_optimizer_step: float = 0.0
+    of_bandwidth: float | None = None
+    figures: Figures = field(default_factory=Figures)
 
 
-class Meter:
-    """Reads the peak of a device: the allocator's on CUDA, live storages on the CPU."""
+@dataclass
+class Job:
+    """A run that can be tried under several caps."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._tracker: StorageTracker | None = None
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        if self.device.type == "cuda":
-            yield
-            return
-        with StorageTracker() as self._tracker:
-            yield
-
-    def watch(self, model: torch.nn.Module) -> None:
-        if self._tracker is not None:
-            self._tracker.watch(model.parameters())
-
-    def reset(self) -> None:
-        if self._tracker is not None:
-            self._tracker.reset_peak()
-        else:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-
-    def peaks(self) -> tuple[int, int]:
-        """Returns ``(allocated, reserved)``."""
-        if self._tracker is not None:
-            return self._tracker.peak_bytes, self._tracker.peak_bytes
-        return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    name: str
+    run: Callable[[], Figures]
+    simulated: int = 0
+    host_bytes: int = 0
 
 
-def real_batch(family: Family, config: Any, batch: MicroBatch, device: torch.device) -> dict[str, Any]:
-    """A micro-batch of the wanted shape, the last ``supervised`` positions with labels, without padding."""
-    inputs = family.simulated_batch(config, batch.records, batch.positions)
-    labels = inputs["labels"]
-    labels[:, : batch.positions - batch.supervised // batch.records] = IGNORE_INDEX
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+def jobs_of(arguments: argparse.Namespace, meter: Meter) -> list[Job]:
+    """Upstream's step, where it can checkpoint, and the layer's rungs with their simulated needs."""
+    family = next(family() for family in FAMILIES if family.name == arguments.family)
+    source = SOURCES[arguments.family]
+    model_class, config_class = load_classes(Path(os.environ["MOSS_TTS_REPO"]) / source.folder, source)
+    config = family.full_size_config(config_class, arguments.size or source.sizes[0])
+    if arguments.tiny:
+        config = family.shrunken_config(config)
+    batch, jobs = MicroBatch(1, arguments.positions, arguments.supervised), []
+    if family.upstream_checkpoints and source.trainer is None:
+        jobs.append(Job(UPSTREAM, lambda: run_upstream(family, model_class, config, batch, meter)))
+    for rung in RUNGS:
+        figures = simulate_rung(family, model_class, config, batch, rung)
+        run = lambda rung=rung: run_layer(family, model_class, config, batch, rung, meter)  # noqa: E731
+        jobs.append(Job(rung.name, run, figures.peak_bytes, figures.host_bytes))
+    return jobs
 
 
-def build_model(model_class: Any, config: Any, device: torch.device) -> Any:
-    """Random weights in bfloat16, made on the device."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(device):
-            return model_class(copy.deepcopy(config)).train()
-    finally:
-        torch.set_default_dtype(before)
+def why_not(job: Job, cap_gib: float | None, card_gib: float | None, seconds_left: float) -> str | None:
+    """Why a run is not even tried."""
+    if cap_gib is not None and card_gib is not None and cap_gib > card_gib:
+        return f"left out: the card has {card_gib:.1f} GiB"
+    wanted = job.host_bytes + HOST_BESIDE_GIB * GIB
+    available = psutil.virtual_memory().available
+    if card_gib is not None and wanted > available:
+        return f"left out: {wanted / GIB:.1f} GiB of RAM are needed, {available / GIB:.1f} available"
+    if seconds_left < SECONDS_A_RUN:
+        return "left out: time was up"
+    return None
 
 
-def run_layer(family: Family, model_class: Any, config: Any, batch: MicroBatch, rung: Rung, meter: Meter) -> Measured:
-    """Trains some steps through the layer's own parts and measures the last ones."""
-    device = meter.device
-    with meter.running():
-        model = build_model(model_class, config, device)
-        meter.watch(model)
-        for parent, attribute in family.unread_embeddings(model):
-            park_embedding(parent, attribute)
-        checkpoint_layers(family.backbone(model))
-        store = build_store(rung.gradients, getattr(torch, rung.host_gradient_dtype))
-        store.attach(model.named_parameters())
-        optimizer = build_optimizer(
-            rung.optimizer, list(model.named_parameters()), store, rung.states, seed=0, lr=1e-5, betas=(0.9, 0.95)
-        )
-        optimizer.reserve_states()
-        parking = WeightParking(layer_parameters(family.backbone(model))) if rung.weights == "host" else None
-        engine = LossEngine(
-            EngineOptions(rung.schedule, rung.chunk_frames),
-            store,
-            parking.away if parking is not None else contextlib.nullcontext,
-        )
-        scale = 1 / MICRO_BATCHES_A_STEP
-        context = TrainingContext(
-            engine=engine,
-            direct=rung.schedule != "autograd",
-            loss_scale=lambda: scale,
-            finite_empty_channels=True,
-            say_once=lambda line: None,
-            summarise_labels=lambda labels: supervised_positions(labels, IGNORE_INDEX),
-        )
-        inputs = real_batch(family, config, batch, device)
-        micro_batches, steps = [], []
-        for number in range(STEPS):
-            if number == 1:
-                meter.reset()
-            for _ in range(MICRO_BATCHES_A_STEP):
-                began = meter.now()
-                with torch.autocast(device.type, torch.bfloat16):
-                    loss = family.training_output(model, inputs, context).loss
-                (loss.float() * scale).backward()
-                store.end_micro_batch(context.expected_contributions)
-                micro_batches.append(meter.now() - began)
-            began = meter.now()
-            optimizer.step()
-            if parking is not None:
-                parking.weights_changed()
-            optimizer.zero_grad()
-            steps.append(meter.now() - began)
-        allocated, reserved = meter.peaks()
-    timed = micro_batches[MICRO_BATCHES_A_STEP:]
-    return Measured(
-        rung.name, None, True, allocated, reserved, 0, statistics.median(timed), statistics.median(steps[1:])
-    )
-
-
-def run_upstream(model_class: Any, config: Any, family: Family, batch: MicroBatch, meter: Meter) -> Measured:
-    """Upstream's own step with its own checkpointing and torch's AdamW, as accelerate runs it."""
-    device = meter.device
-    model = build_model(model_class, config, device)
-    for parent, attribute in family.unread_embeddings(model):
-        getattr(parent, attribute).weight.requires_grad_(False)
-    model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
-    inputs = real_batch(family, config, batch, device)
-    micro_batches, steps = [], []
-    for number in range(STEPS):
-        if number == 1:
-            meter.reset()
-        for _ in range(MICRO_BATCHES_A_STEP):
-            began = meter.now()
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = model(**inputs).loss
-            (loss.float() / MICRO_BATCHES_A_STEP).backward()
-            micro_batches.append(meter.now() - began)
-        began = meter.now()
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append(meter.now() - began)
-    allocated, reserved = meter.peaks()
-    timed = micro_batches[MICRO_BATCHES_A_STEP:]
-    return Measured(
-        "upstream-checkpointing",
-        None,
-        True,
-        allocated,
-        reserved,
-        0,
-        statistics.median(timed),
-        statistics.median(steps[1:]),
-    )
-
-
-def under_cap(cap_gib: float | None, meter: Meter, run: Any) -> Measured | None:
+def under_cap(cap_gib: float | None, card_gib: float | None, run: Callable[[], Figures]) -> Figures | None:
     """Runs with so much GPU memory; None where it was not enough."""
-    if meter.device.type == "cuda":
-        total = torch.cuda.get_device_properties(meter.device).total_memory / GIB
-        torch.cuda.set_per_process_memory_fraction(1.0 if cap_gib is None else min(1.0, cap_gib / total))
+    if card_gib is not None:
+        torch.cuda.set_per_process_memory_fraction(1.0 if cap_gib is None else cap_gib / card_gib)
     try:
         return run()
     except torch.OutOfMemoryError:
         return None
     finally:
         gc.collect()
-        if meter.device.type == "cuda":
+        if card_gib is not None:
             torch.cuda.empty_cache()
+
+
+def measure(arguments: argparse.Namespace, device: torch.device, bandwidth: float | None) -> list[Row]:
+    """Returns a row for each run under each cap, and one without a cap."""
+    began, meter, rows = time.monotonic(), Meter(device), []
+    card = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else None
+    jobs = jobs_of(arguments, meter)
+    for cap in [*arguments.caps, None] if card is not None else [None]:
+        for job in jobs:
+            left = arguments.minutes * 60 - (time.monotonic() - began)
+            row = Row(job.name, cap, why_not(job, cap, card, left) or "measured", job.simulated)
+            if row.outcome == "measured":
+                found = under_cap(cap, card, job.run)
+                row.outcome = "out of memory" if found is None else row.outcome
+                row.figures = found or row.figures
+            if bandwidth and row.figures.optimizer_bytes:
+                row.of_bandwidth = row.figures.optimizer_bytes / row.figures.optimizer_kernel_seconds / bandwidth
+            rows.append(row)
+            print(describe(row), flush=True)
+    return rows
+
+
+def describe(row: Row) -> str:
+    """One line of the table."""
+    head = f"{'no cap' if row.cap_gib is None else f'{row.cap_gib:g} GiB':>8}  {row.name:44} "
+    if row.outcome != "measured":
+        return head + row.outcome
+    figures = row.figures
+    off = f" ({figures.peak_allocated / row.simulated - 1:+.1%} of simulated)" if row.simulated else ""
+    share = f" at {row.of_bandwidth:.0%} of the memory's bandwidth" if row.of_bandwidth else ""
+    times = f"micro-batch {figures.seconds_micro_batch:.3f} s, optimizer step {figures.seconds_optimizer_step:.3f} s"
+    return (
+        f"{head}allocated {figures.peak_allocated / GIB:.2f} GiB{off}, reserved {figures.peak_reserved / GIB:.2f} GiB; "
+        f"{times}{share}; host traffic {figures.host_traffic_bytes / GIB:.2f} GiB a step"
+    )
 
 
 def main() -> None:
@@ -237,55 +160,29 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=600)
     parser.add_argument("--supervised", type=int, default=350)
     parser.add_argument("--caps", type=float, nargs="*", default=list(CAPS_GIB), help="GiB")
+    parser.add_argument("--minutes", type=float, default=60.0, help="after which no run is started")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a shrunken model, for trying this script")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("benchmarks/gpu.py: no CUDA card here. Expected one, or --device cpu --tiny.")
-    rows = measure(arguments, device)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise SystemExit("benchmarks/gpu.py: no CUDA card here. Expected one, or --device cpu --tiny.")
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            raise SystemExit(
+                f"benchmarks/gpu.py: {torch.cuda.get_device_name(device)} has no bf16 arithmetic, in which upstream "
+                "trains all weights. Expected compute capability 8.0 or more."
+            )
+    if not os.environ.get("MOSS_TTS_REPO"):
+        raise SystemExit("benchmarks/gpu.py: MOSS_TTS_REPO is not set. Expected a checkout of OpenMOSS/MOSS-TTS.")
+    bandwidth = memory_bandwidth(device)
+    rows = measure(arguments, device, bandwidth)
     if arguments.json:
-        document = {**describe_run(PACKAGES, device), "rows": [asdict(row) for row in rows]}
+        shape = {name: getattr(arguments, name) for name in ("family", "size", "positions", "supervised", "tiny")}
+        document = {**describe_run(PACKAGES, device), **shape, "memory_bandwidth": bandwidth}
+        document["rows"] = [asdict(row) for row in rows]
         arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-
-
-def measure(arguments: argparse.Namespace, device: torch.device) -> list[Measured]:
-    """Returns a row for each run that fits under its cap, and one without figures for each that does not."""
-    family = next(family() for family in FAMILIES if family.name == arguments.family)
-    source = SOURCES[arguments.family]
-    model_class, config_class = load_classes(Path(os.environ["MOSS_TTS_REPO"]) / source.folder, source)
-    config = family.full_size_config(config_class, arguments.size or source.sizes[0])
-    if arguments.tiny:
-        config = family.shrunken_config(config)
-    batch, meter, rows = MicroBatch(1, arguments.positions, arguments.supervised), Meter(device), []
-    simulated = {rung: simulate_rung(family, model_class, config, batch, rung).peak_bytes for rung in RUNGS}
-    for cap in [*arguments.caps, None] if device.type == "cuda" else [None]:
-        runs: dict[str, Any] = {
-            rung.name: (lambda rung=rung: run_layer(family, model_class, config, batch, rung, meter)) for rung in RUNGS
-        }
-        if device.type == "cuda" and family.upstream_checkpoints and source.trainer is None:
-            runs["upstream-checkpointing"] = lambda: run_upstream(model_class, config, family, batch, meter)
-        for name, run in runs.items():
-            found = under_cap(cap, meter, run)
-            peak = next((simulated[rung] for rung in RUNGS if rung.name == name), 0)
-            row = Measured(name, cap, False) if found is None else replace(found, cap_gib=cap)
-            rows.append(replace(row, simulated=peak))
-            print(describe(rows[-1]), flush=True)
-    return rows
-
-
-def describe(row: Measured) -> str:
-    """One line of the table."""
-    cap = "no cap" if row.cap_gib is None else f"{row.cap_gib:g} GiB"
-    if not row.fits:
-        return f"{cap:>8}  {row.name:44} out of memory"
-    off = f"{row.peak_allocated / row.simulated - 1:+.1%} of simulated" if row.simulated else ""
-    return (
-        f"{cap:>8}  {row.name:44} allocated {row.peak_allocated / GIB:.2f} GiB, reserved "
-        f"{row.peak_reserved / GIB:.2f} GiB {off}; micro-batch {row.seconds_micro_batch:.3f} s, optimizer step "
-        f"{row.seconds_optimizer_step:.3f} s"
-    )
 
 
 if __name__ == "__main__":

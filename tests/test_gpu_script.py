@@ -9,9 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tolerances import TOLERANCES
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+import gpu  # noqa: E402
+from gpu_runs import HostTraffic, least_optimizer_bytes  # noqa: E402
 
 
 @pytest.mark.upstream
@@ -31,9 +35,55 @@ def test_a_real_step_takes_the_bytes_that_were_simulated(upstream_repo, torchaud
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(result.read_text())["rows"]
-    assert len(rows) == 4
-    for row in rows:
-        assert row["peak_allocated"] == pytest.approx(row["simulated"], rel=TOLERANCES["simulated_peak_relative"])
+    ours = [row for row in rows if row["simulated"]]
+    assert len(ours) == 5 and {row["outcome"] for row in rows} == {"measured"}
+    for row in ours:
+        peak = row["figures"]["peak_allocated"]
+        assert peak == pytest.approx(row["simulated"], rel=TOLERANCES["simulated_peak_relative"])
+
+
+def test_copies_between_devices_are_counted():
+    """With ``meta`` in the place of a GPU."""
+    here, there = torch.ones(8, requires_grad=True), torch.empty(8, device="meta")
+    with HostTraffic() as traffic:
+        moved = here.to("meta")
+        there.copy_(torch.ones(8))
+        assert traffic.bytes == 2 * 8 * 4
+        here.clone().copy_(torch.zeros(8))
+        assert traffic.bytes == 2 * 8 * 4  # one device
+        with torch.no_grad():
+            here.to("cpu", torch.bfloat16)
+        assert traffic.bytes == 2 * 8 * 4
+    assert moved.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    ("cap", "card", "host", "seconds", "reason"),
+    [
+        (16, 24, 0, 100, None),
+        (None, 24, 0, 100, None),
+        (24, 15.9, 0, 100, "the card has 15.9 GiB"),
+        (16, 24, 2**50, 100, "of RAM are needed"),
+        (16, 24, 0, 1, "time was up"),
+    ],
+)
+def test_what_cannot_be_done_is_left_out(cap, card, host, seconds, reason):
+    found = gpu.why_not(gpu.Job("fused", lambda: gpu.Figures(), host_bytes=host), cap, card, seconds)
+    assert found is None if reason is None else reason in found
+
+
+def test_running_out_of_memory_is_a_result():
+    def run():
+        raise torch.OutOfMemoryError
+
+    assert gpu.under_cap(None, None, run) is None
+    row = gpu.Row("fused", 8.0, "out of memory")
+    assert gpu.describe(row).split() == ["8", "GiB", "fused", "out", "of", "memory"]
+
+
+def test_the_bytes_of_an_optimizer_step():
+    model = torch.nn.Linear(16, 16, bias=False, dtype=torch.bfloat16)
+    assert least_optimizer_bytes(model) == 256 * (2 * 2 + 2 + 2 * 2) + 2 * 2 * 4
 
 
 def test_without_a_card_it_says_so():
