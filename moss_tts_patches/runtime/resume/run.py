@@ -19,19 +19,17 @@ from typing import Any
 
 import torch
 
-from ...errors import SettingsError, StateError
+from ...errors import SettingsError
 from . import random_states
-from .identity import LEARNING, MENTIONED, describe, differing, model_fingerprint, records_fingerprint, why_not
-from .point import FOLDER, Point, find_point
+from .identity import model_fingerprint, records_fingerprint
+from .origin import Origin
+from .point import FOLDER
 from .position import Position
 from .quiet import Quiet
-from .schedule import move_schedule, restore_schedule, scheduler_values
 from .signals import StopWish
-from .tensors import check_weights, read_states, read_weights, trained_parameters
+from .tensors import trained_parameters
+from .watched import LoopObjects
 from .writer import PointWriter, ResumeOptions
-
-# Losses of a replay: made once, since a new tensor each time would be a tenth of its cost.
-_ZERO, _NOT_FINITE = torch.zeros(()), torch.tensor(float("nan"))
 
 
 class ResumableRun:
@@ -67,25 +65,21 @@ class ResumableRun:
         self._arrived = arrived
         self.options, self._say = options, say
         self._facts: dict[str, Any] = {"family": family, "settings": settings, "versions": versions}
+        self._origin = Origin(say)
         self._writer = PointWriter(options, self._facts, say)
+        self._objects = LoopObjects(lambda: self.replaying)
         self.position = Position()
         self.replaying = False
         self.quiet = Quiet()
         self.loader: type[Any] = object
-        self._point: Point | None = None
         self._stop = StopWish(say)
         self._arguments: dict[str, Any] = {}
         self._rank = 0
-        self._optimizer: Any = None
-        self._scheduler: Any = None
-        self._scaler: Any = None
-        self._own_groups: list[dict[str, Any]] = []
         self._generator: torch.Generator | None = None
         self._epoch_start: random_states.State = {}
         self._before_rewind: random_states.State = {}
         self._mark: dict[str, Any] | None = None
         self._own: dict[str, Any] = {}
-        self._step_called = False
         self._replay_began = 0.0
 
     # -- before training -----------------------------------------------------------------------------------------
@@ -98,23 +92,12 @@ class ResumableRun:
         """
         self._writer.root, self._arguments = output_folder.resolve() / FOLDER, dict(arguments)
         self._facts["arguments"] = {name: value for name, value in arguments.items() if _is_plain(value)}
-        self._point = find_point(self.options.resume, output_folder, self._say)
-        if self._point is not None:
-            reason = why_not(self._point.values, self._facts)
-            if reason is not None:
-                self._refuse(reason)
+        self._origin.find(self.options.resume, output_folder, self._facts)
 
     @property
     def goes_on(self) -> bool:
         """Whether the run continues from a point."""
-        return self._point is not None
-
-    def _refuse(self, what: str) -> None:
-        assert self._point is not None
-        raise StateError(
-            f"resume point {self._point.folder} does not belong to this training: {what}. Start with what it was saved "
-            "with, set MOSS_LOWMEM_RESUME=off to start anew, or use another --output-dir."
-        )
+        return self._origin.point is not None
 
     def accelerator_created(self, device: torch.device, rank: int, processes: int) -> None:
         """The process knows its place.
@@ -123,7 +106,7 @@ class ResumableRun:
             SettingsError: resume points are asked for in a training of several processes.
         """
         self.device, self._rank = device, rank
-        if processes > 1 and (self.options.saves or self._point):
+        if processes > 1 and (self.options.saves or self.goes_on):
             raise SettingsError(
                 f"MOSS_LOWMEM_SAVE_STEPS, _SAVE_MINUTES or _RESUME in a training of {processes} processes: resume "
                 "points are written by one process in this version. Unset them, or train on one GPU."
@@ -135,11 +118,10 @@ class ResumableRun:
         Raises:
             StateError: they are not those of the point.
         """
-        if "records" in self._facts or not (self.options.saves or self._point):
+        if "records" in self._facts or not (self.options.saves or self.goes_on):
             return
         self._facts["records"] = records_fingerprint(records) if records is not None else "unknown"
-        if self._point is not None and self._point.values["records"] != self._facts["records"]:
-            self._refuse("the training records or their order are others (--train-jsonl, skipped records)")
+        self._origin.check_records(self._facts["records"])
 
     def loader_made(self, loader: Any) -> None:
         """The trainer has built its data loader."""
@@ -157,65 +139,16 @@ class ResumableRun:
         Raises:
             StateError: the point is of another model, of other trained weights, or of another optimizer.
         """
-        self._optimizer, self._scaler = optimizer, scaler
-        for item in objects:
-            self._watch(item)
-        if not (self.options.saves or self._point):
+        self._objects.prepared(objects, optimizer, scaler, self.loader)
+        if not (self.options.saves or self.goes_on):
             return
         self._facts["model"] = model_fingerprint(model)
-        self._own_groups = [dict(group) for group in optimizer.param_groups]
         if self.options.saves:
             self._writer.attach(model, optimizer)
-        if self._point is not None:
-            self._load(self._point, trained_parameters(model))
-
-    def _watch(self, item: Any) -> None:
-        if hasattr(item, "base_dataloader"):
-            item.base_dataloader.__class__ = self.loader  # accelerate built torch's own class from the trainer's parts
-        elif hasattr(item, "scheduler") and hasattr(item, "get_last_lr"):
-            self._scheduler = item.scheduler
-            item.step = self._unless_replayed(item.step)
-        elif getattr(item, "optimizer", None) is self._optimizer and hasattr(item, "zero_grad"):
-            item.step, item.zero_grad = self._counted(item.step), self._unless_replayed(item.zero_grad)
-
-    def _counted(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps the prepared optimizer's ``step``, which upstream calls for each micro-batch that it does not skip."""
-
-        @functools.wraps(step)
-        def counted(*args: Any, **options: Any) -> Any:
-            self._step_called = True
-            return None if self.replaying else step(*args, **options)
-
-        return counted
-
-    def _unless_replayed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a call of the loop that changes what the point will restore."""
-
-        @functools.wraps(call)
-        def unless(*args: Any, **options: Any) -> Any:
-            return None if self.replaying else call(*args, **options)
-
-        return unless
-
-    def _load(self, point: Point, parameters: dict[str, Any]) -> None:
-        values = point.values
-        check_weights(point.folder, parameters)
-        if values["model"] != self._facts["model"]:
-            self._refuse("its model's config or frozen weights are others (--model-path)")
-        read_weights(point.folder, parameters)
-        read_states(point.folder, self._optimizer, values["optimizer"])
-        changed = differing(values["arguments"], self._arguments, (*LEARNING, *MENTIONED))
-        if changed:
-            self._say(
-                f"warning: options have changed since the resume point, and count from now on: {describe(changed)}"
-            )
-        position = values["position"]
-        self._say(
-            f"resume={point.folder} step={position['steps']} epoch={position['epoch']} "
-            f"micro_batches_of_epoch={position['batches']}"
-        )
-        self.replaying = True
-        self._replay_began = time.perf_counter()
+        if self.goes_on:
+            self._origin.load(trained_parameters(model), optimizer, {**self._facts, "arguments": self._arguments})
+            self.replaying = True
+            self._replay_began = time.perf_counter()
 
     # -- upstream's loop -----------------------------------------------------------------------------------------
 
@@ -229,15 +162,15 @@ class ResumableRun:
                 self._stop.listen()
                 self._epoch_start = random_states.capture(self.device, generator)
             return 0
-        assert self._point is not None
+        assert self._origin.point is not None
         self.quiet.begin()
         if self.options.saves:
             self._stop.listen()
-        reached = self._point.values["position"]
-        if self.position.epoch < reached["epoch"]:
+        reached = self._origin.reached
+        if self.position.epoch < reached.epoch:
             return None
-        self._epoch_start = self._point.rank_values(self._rank)["epoch_start"]
-        return reached["batches"]
+        self._epoch_start = self._origin.point.rank_values(self._rank)["epoch_start"]
+        return reached.batches
 
     def rewind(self, generator: torch.Generator | None) -> None:
         """See :class:`.loader.EpochPlan`."""
@@ -254,13 +187,8 @@ class ResumableRun:
             self.quiet.end()
 
     def replayed_loss(self) -> torch.Tensor:
-        """A loss that nobody looks at; not finite where upstream left the micro-batch out for that."""
-        assert self._point is not None
-        return _NOT_FINITE if self.position.micro_batches in self._skipped else _ZERO
-
-    @functools.cached_property
-    def _skipped(self) -> frozenset[int]:
-        return frozenset(self._point.values["position"]["skipped"] if self._point is not None else ())
+        """Stands for the loss of a finished micro-batch."""
+        return self._origin.replayed_loss(self.position.micro_batches)
 
     def micro_batch_done(self, window_done: bool) -> None:
         """The loop leaves ``accumulate`` without an error.
@@ -271,12 +199,11 @@ class ResumableRun:
         Raises:
             SystemExit: the run was asked to stop.
         """
-        stepped, self._step_called = self._step_called, False
+        stepped = self._objects.step_was_called()
         self.position.micro_batch_done()
         if self.replaying:
-            assert self._point is not None
-            if self.position.micro_batches == self._point.values["position"]["micro_batches"]:
-                self._arrive(self._point)
+            if self.position.micro_batches == self._origin.reached.micro_batches:
+                self._arrive()
         elif not stepped:
             self.position.skipped.append(self.position.micro_batches - 1)
         elif window_done:
@@ -293,35 +220,18 @@ class ResumableRun:
             "random": random_states.capture(self.device, self._generator),
             "epoch_start": self._epoch_start,
         }
-        self._mark = {
-            "position": self.position.as_values(),
-            "scheduler": scheduler_values(self._scheduler),
-            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
-        }
+        self._mark = {"position": self.position.as_values(), **self._objects.values()}
 
     def _save(self) -> bool:
         assert self._mark is not None
         return self._writer.write(self._mark, self._rank, self._own)
 
-    def _arrive(self, point: Point) -> None:
+    def _arrive(self) -> None:
         """The replay has come to the point: the rest of it is restored here, where it was noted."""
-        values, own = point.values, point.rank_values(self._rank)
-        reached = values["position"]
-        if (self.position.epoch, self.position.batches) != (reached["epoch"], reached["batches"]):
-            raise StateError(
-                f"resume point {point.folder}: after {reached['micro_batches']} micro-batches this run is at epoch "
-                f"{self.position.epoch}, batch {self.position.batches}; expected epoch {reached['epoch']}, batch "
-                f"{reached['batches']}. The number of records or processes has changed."
-            )
-        changed = differing(values["arguments"], self._arguments, LEARNING)
-        saved = values["scheduler"]
-        if changed:
-            move_schedule(self._scheduler, self._optimizer, saved, self._own_groups)
-        else:
-            restore_schedule(self._scheduler, self._optimizer, saved)
-        if self._scaler is not None and values["scaler"] is not None:
-            self._scaler.load_state_dict(values["scaler"])
-        self.position = Position(**reached)
+        assert self._origin.point is not None
+        self._origin.check_arrival(self.position)
+        self._origin.restore_loop(self._objects, self._arguments)
+        own, self.position = self._origin.point.rank_values(self._rank), self._origin.reached
         self._writer.stands_at(self.position.steps)
         random_states.restore(own["random"], self.device, self._generator)
         self.replaying = False
