@@ -103,7 +103,7 @@ class Session:
         if self.adapters is not None:
             self.adapters.started(model_path, getattr(namespace, "learning_rate", None))
         with ending_the_run():
-            self.resume.started(self._output_folder, vars(namespace))
+            self.resume.started(self._output_folder, vars(namespace), is_main=self.watch.is_main)
         self.watch.started(self._output_folder)
         if self.settings.preflight == "1":
             self.watch.check(self._output_folder, model_path, self._whole_checkpoints(), resumes=self.resume.goes_on)
@@ -128,11 +128,11 @@ class Session:
             log(f"correction=gradient_clipping {change}")
         self.accelerator = accelerator
         if self.parallel.owns_optimizer and (self.resume.options.saves or self.resume.goes_on):
+        self.resume.accelerator_created(accelerator.device, accelerator.process_index, accelerator.num_processes)
             raise EnvironmentProblem(
                 f"engine {self.parallel.title}: it owns the optimizer states, which resume points of the layer do not "
                 "hold. Unset MOSS_LOWMEM_SAVE_STEPS and MOSS_LOWMEM_SAVE_MINUTES, and set MOSS_LOWMEM_RESUME=off."
             )
-        self.resume.accelerator_created(accelerator.device, accelerator.process_index, accelerator.num_processes)
         self.decisions.engine_known(self.parallel)
         if accelerator.is_main_process:
             finish_interrupted_saves(self._output_folder, log)

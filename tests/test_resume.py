@@ -23,6 +23,7 @@ LORA = {
     "MOSS_LOWMEM_LORA_DROPOUT": "0.3",
     "MOSS_LOWMEM_MERGE": "none",
 }
+QLORA = {**LORA, "MOSS_LOWMEM_METHOD": "qlora"}
 HOST = {"MOSS_LOWMEM_GRADIENTS": "host", "MOSS_LOWMEM_STATES": "host"}
 SAVE_ALL = {"MOSS_LOWMEM_SAVE_STEPS": "1", "MOSS_LOWMEM_KEEP": "99"}
 
@@ -117,8 +118,9 @@ def lines(run, pattern: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "family,environment",
-    [(family, {}) for family in FAMILIES] + [("moss_tts_local", {**LORA, **HOST})],
-    ids=lambda value: value if isinstance(value, str) else "lora" if value else "full",
+    # The miniature of delay is wide enough for blocks of 64 in 4 bit.
+    [(family, {}) for family in FAMILIES] + [("moss_tts_local", {**LORA, **HOST}), ("moss_tts_delay", QLORA)],
+    ids=lambda value: value if isinstance(value, str) else value.get("MOSS_LOWMEM_METHOD", "full"),
 )
 def test_weights_are_bit_equal_from_every_step(server, inputs, tmp_path, family, environment):
     """Mid-epoch, at the end of an epoch, and at the very end; every checkpoint that is still to come is the same."""
@@ -137,6 +139,30 @@ def test_weights_are_bit_equal_from_every_step(server, inputs, tmp_path, family,
         # A checkpoint of an epoch before the point is not written again.
         left = {name: tensors for name, tensors in expected.items() if step <= 3 or name != sorted(expected)[0]}
         assert_same_bits(saved_tensors(resumed.folder), left)
+
+
+def test_a_loss_scaler_goes_on_where_it_was(server, inputs, tmp_path):
+    """accelerate makes one on GPUs only; here it doubles its scale every second step, which changes no weight."""
+    seed, end = "    set_seed(args.seed, device_specific=True)\n", "    say_peak(accelerator)\n"
+    scaler = '    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)\n'
+    trainer = changed_trainer(tmp_path, "finetuning/sft.py", seed, seed + scaler)
+    script = trainer / "moss_tts_local" / "finetuning" / "sft.py"
+    script.write_text(script.read_text().replace(end, '    print("SCALER", accelerator.scaler.state_dict())\n' + end))
+    run = [server, "moss_tts_local", inputs("moss_tts_local")]
+    arguments = ("--max-grad-norm", "0")
+    environment = {**ON, **LORA, "MOSS_LOWMEM_GRADIENTS": "device"}
+    saving = _run(run, tmp_path / "saving", *arguments, environment={**environment, **SAVE_ALL}, trainer=trainer)
+    [state] = lines(saving, "SCALER")
+    assert "'scale': 8192.0" in state and "'_growth_tracker': 0" in state
+    point = saving.folder / "resume" / "step-3"  # in the middle of two steps
+    saved = json.loads((point / "point.json").read_text())["scaler"]
+    assert (saved["scale"], saved["_growth_tracker"]) == (2048.0, 1)
+    forgetful = changed_point(point, tmp_path / "step-3", point=lambda values: values.update(scaler=None))
+    for number, origin in enumerate((point, forgetful)):
+        going_on = {**environment, "MOSS_LOWMEM_RESUME": str(origin)}
+        resumed = _run(run, tmp_path / f"{number}", *arguments, environment=going_on, trainer=trainer)
+        assert (lines(resumed, "SCALER") == [state]) == (origin == point)  # the other one is the control
+        assert resumed.losses == saving.losses[3:]
 
 
 def _run(run, output, *arguments, environment, **options):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from itertools import chain
 
 import numpy
@@ -16,9 +17,12 @@ from transformers import get_scheduler
 
 from moss_tts_patches.errors import StateError
 from moss_tts_patches.optim import build_optimizer, build_store
-from moss_tts_patches.runtime.resume import random_states
+from moss_tts_patches.runtime.resume import random_states, signals
+from moss_tts_patches.runtime.resume.equality import checksum
 from moss_tts_patches.runtime.resume.identity import model_fingerprint, records_fingerprint
 from moss_tts_patches.runtime.resume.loader import loader_class, loader_generator
+from moss_tts_patches.runtime.resume.origin import Origin
+from moss_tts_patches.runtime.resume.point import write_point
 from moss_tts_patches.runtime.resume.quiet import Quiet
 from moss_tts_patches.runtime.resume.schedule import move_schedule
 from moss_tts_patches.runtime.resume.tensors import (
@@ -242,3 +246,56 @@ def test_quiet_takes_wandb_log_away_and_gives_it_back(monkeypatch):
     quiet.end()
     wandb.log(3)
     assert logged == [1, 3]
+
+
+def test_the_echo_of_a_signal_is_not_a_second_one(monkeypatch):
+    """torchrun passes Ctrl-C on to processes that the terminal has told already."""
+    clock = [100.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
+    second = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: second.append(number))
+    try:
+        wish = signals.StopWish(lambda line: None)
+        wish.listen()
+        for later, heard in ((0.0, []), (0.5, []), (0.4, []), (0.2, [signal.SIGTERM])):
+            clock[0] += later
+            signal.raise_signal(signal.SIGTERM)
+            assert second == heard and wish.number == signal.SIGTERM
+    finally:
+        wish.stop_listening()
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_checksum_sees_one_bit_of_weights_states_and_steps():
+    def number(change=lambda model, optimizer: None):
+        model, optimizer = model_and_optimizer()
+        change(model, optimizer)
+        return checksum(trained_parameters(model), optimizer)
+
+    def weight(model, optimizer):
+        model[0].weight.data.view(torch.int16)[3, 5] ^= 1
+
+    def state(model, optimizer):
+        states = optimizer.states.read(model[0].weight)
+        states["exp_avg"].view(torch.uint8).reshape(-1)[7] ^= 1
+
+    def step(model, optimizer):
+        optimizer.steps[model[0].weight] += 1
+
+    assert number() == number()
+    assert len({number(), number(weight), number(state), number(step)}) == 4
+
+
+def test_a_point_that_only_the_main_process_sees_is_refused(tmp_path):
+    class Others:
+        rank, count, is_main = 1, 2, False
+
+        @staticmethod
+        def of_main(value):
+            return str(tmp_path / "step-3"), 7
+
+    with pytest.raises(StateError, match=r"process 1 on .* cannot go on from .*step-3.*put --output-dir on a disk"):
+        Origin(print).share(Others())
+    write_point(tmp_path, {"position": {"steps": 3}, "processes": 2}, {0: {}, 1: {}}, lambda folder: None, print)
+    with pytest.raises(StateError, match="its serial number is 1, and the main process's is 7"):
+        Origin(print).share(Others())

@@ -47,6 +47,10 @@ def lowmem_accelerator(base: type, session: Session) -> type:
             if not session.resume.quiet.on:
                 super().print(*args, **kwargs)
 
+        def gather(self, tensor: Any) -> Any:
+            # Of a replay: its losses, for lines that nobody sees.
+            return tensor if session.resume.replaying else super().gather(tensor)
+
         def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
             if session.resume.replaying:
                 return

@@ -51,6 +51,11 @@ class MachineWatch:
         self._surroundings, self._log = surroundings, log
         self.guard = MemoryGuard(None, surroundings.messages, log, surroundings.readings_folder)
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the process that speaks and writes."""
+        return self._surroundings.is_main
+
     def started(self, output_folder: Path) -> None:
         """The trainer's arguments are known; readings are kept from now on."""
         self.guard.folder = output_folder

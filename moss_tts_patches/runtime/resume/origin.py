@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,8 +12,9 @@ import torch
 
 from ...errors import StateError
 from .identity import LEARNING, MENTIONED, describe, differing, why_not
-from .point import Point, find_point
+from .point import Point, find_point, read_point
 from .position import Position
+from .ranks import Ranks
 from .schedule import move_schedule, restore_schedule
 from .tensors import check_weights, read_states, read_weights
 from .watched import LoopObjects
@@ -52,6 +54,42 @@ class Origin:
             if reason is not None:
                 self.refuse(reason)
 
+    def share(self, ranks: Ranks) -> None:
+        """All processes go on from the point that the main one has found.
+
+        Raises:
+            StateError: this process cannot read it, or it was saved by another number of processes.
+        """
+        found = ranks.of_main(None if self.point is None else (str(self.point.folder.resolve()), self.point.serial))
+        if found is None:
+            self.point = None
+            return
+        folder, serial = found
+        if not ranks.is_main:
+            self.point = self._read_shared(Path(folder), serial, ranks.rank)
+        assert self.point is not None
+        processes = self.point.values["processes"]
+        if processes != ranks.count:
+            self.refuse(
+                f"it was saved by {processes} process(es), and {ranks.count} train now; records are dealt out by their "
+                f"number, and each has random numbers of its own. Expected {processes}"
+            )
+
+    def _read_shared(self, folder: Path, serial: int, rank: int) -> Point:
+        try:
+            point = read_point(folder)
+        except StateError as error:
+            problem = str(error)
+        else:
+            if point.serial == serial:
+                return point
+            problem = f"its serial number is {point.serial}, and the main process's is {serial}"
+        raise StateError(
+            f"process {rank} on {socket.gethostname()} cannot go on from {folder}, which the main process has found: "
+            f"{problem} Expected the same folder on every machine: put --output-dir on a disk that they share, or copy "
+            "it there; MOSS_LOWMEM_RESUME=off starts anew."
+        )
+
     def refuse(self, what: str) -> NoReturn:
         """Ends the run because the point is of another training.
 
@@ -64,13 +102,20 @@ class Origin:
             "with, set MOSS_LOWMEM_RESUME=off to start anew, or use another --output-dir."
         )
 
-    def check_records(self, fingerprint: str) -> None:
-        """Compares the records of this process.
+    def own_values(self, rank: int) -> dict[str, Any]:
+        """Returns what the point holds for this process alone."""
+        assert self.point is not None
+        return self.point.rank_values(rank)
+
+    def check_records(self, fingerprint: str, rank: int) -> None:
+        """Compares the records of this process, which has its own where files were sharded beforehand.
 
         Raises:
             StateError: they are not those of the point.
         """
-        if self.point is not None and self.point.values["records"] != fingerprint:
+        if self.point is None:
+            return
+        if self.own_values(rank).get("records", self.point.values["records"]) != fingerprint:
             self.refuse("the training records or their order are others (--train-jsonl, skipped records)")
 
     def load(self, parameters: dict[str, Any], optimizer: Any, facts: dict[str, Any]) -> None:

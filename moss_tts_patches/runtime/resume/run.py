@@ -6,6 +6,10 @@ optimizer step, the scheduler's step and ``zero_grad``, a point is taken: what c
 accumulation window is answered with the last mark: nothing large has changed since, and the window is run again.
 
 A resumed process lets the loop run to the same place with placeholders and restores the mark there.
+
+Several processes under DDP hold the same weights and states, which the main one writes; each adds what is its own, and
+the point gets its name when all of it is there. They agree after every micro-batch whether to save and to stop, so that
+a signal to one of them stops all at the same place.
 """
 
 from __future__ import annotations
@@ -19,17 +23,22 @@ from typing import Any
 
 import torch
 
-from ...errors import SettingsError
+from ...errors import NumericsError
 from . import random_states
+from .equality import checksum
 from .identity import model_fingerprint, records_fingerprint
 from .origin import Origin
 from .point import FOLDER
 from .position import Position
 from .quiet import Quiet
+from .ranks import Ranks
 from .signals import StopWish
 from .tensors import trained_parameters
 from .watched import LoopObjects
 from .writer import PointWriter, ResumeOptions
+
+# How often several processes ask each other during a replay, in micro-batches: a tenth of a second.
+REPLAY_ASKS = 512
 
 
 class ResumableRun:
@@ -74,7 +83,8 @@ class ResumableRun:
         self.loader: type[Any] = object
         self._stop = StopWish(say)
         self._arguments: dict[str, Any] = {}
-        self._rank = 0
+        self._ranks = Ranks()
+        self._model: Any = None
         self._generator: torch.Generator | None = None
         self._epoch_start: random_states.State = {}
         self._before_rewind: random_states.State = {}
@@ -84,15 +94,21 @@ class ResumableRun:
 
     # -- before training -----------------------------------------------------------------------------------------
 
-    def started(self, output_folder: Path, arguments: dict[str, Any]) -> None:
+    def started(self, output_folder: Path, arguments: dict[str, Any], *, is_main: bool = True) -> None:
         """The trainer's arguments are known: finds the point to go on from, and checks what can be checked.
+
+        Args:
+            output_folder: of the trainer.
+            arguments: all of them.
+            is_main: this process decides; the others learn from it in :meth:`accelerator_created`.
 
         Raises:
             StateError: the point is not whole, or belongs to another training.
         """
         self._writer.root, self._arguments = output_folder.resolve() / FOLDER, dict(arguments)
         self._facts["arguments"] = {name: value for name, value in arguments.items() if _is_plain(value)}
-        self._origin.find(self.options.resume, output_folder, self._facts)
+        if is_main:
+            self._origin.find(self.options.resume, output_folder, self._facts)
 
     @property
     def goes_on(self) -> bool:
@@ -100,17 +116,16 @@ class ResumableRun:
         return self._origin.point is not None
 
     def accelerator_created(self, device: torch.device, rank: int, processes: int) -> None:
-        """The process knows its place.
+        """The process knows its place; all learn of the point that the main one has found.
 
         Raises:
-            SettingsError: resume points are asked for in a training of several processes.
+            StateError: this process cannot read it, or it was saved by another number of processes.
         """
-        self.device, self._rank = device, rank
-        if processes > 1 and (self.options.saves or self.goes_on):
-            raise SettingsError(
-                f"MOSS_LOWMEM_SAVE_STEPS, _SAVE_MINUTES or _RESUME in a training of {processes} processes: resume "
-                "points are written by one process in this version. Unset them, or train on one GPU."
-            )
+        self.device, self._ranks = device, Ranks(rank, processes)
+        if self.options.saves:
+            self._ranks.open_channel()
+        if self.options.resume != "off":
+            self._origin.share(self._ranks)
 
     def records_known(self, records: Any) -> None:
         """The trainer's records, in its order; the first call counts.
@@ -121,7 +136,7 @@ class ResumableRun:
         if "records" in self._facts or not (self.options.saves or self.goes_on):
             return
         self._facts["records"] = records_fingerprint(records) if records is not None else "unknown"
-        self._origin.check_records(self._facts["records"])
+        self._origin.check_records(self._facts["records"], self._ranks.rank)
 
     def loader_made(self, loader: Any) -> None:
         """The trainer has built its data loader."""
@@ -142,11 +157,12 @@ class ResumableRun:
         self._objects.prepared(objects, optimizer, scaler, self.loader)
         if not (self.options.saves or self.goes_on):
             return
-        self._facts["model"] = model_fingerprint(model)
+        self._model, self._facts["model"] = model, model_fingerprint(model)
         if self.options.saves:
             self._writer.attach(model, optimizer)
         if self.goes_on:
             self._origin.load(trained_parameters(model), optimizer, {**self._facts, "arguments": self._arguments})
+            self._objects.keep_forward_out(self.replayed_loss)
             self.replaying = True
             self._replay_began = time.perf_counter()
 
@@ -162,14 +178,13 @@ class ResumableRun:
                 self._stop.listen()
                 self._epoch_start = random_states.capture(self.device, generator)
             return 0
-        assert self._origin.point is not None
         self.quiet.begin()
         if self.options.saves:
             self._stop.listen()
         reached = self._origin.reached
         if self.position.epoch < reached.epoch:
             return None
-        self._epoch_start = self._origin.point.rank_values(self._rank)["epoch_start"]
+        self._epoch_start = self._origin.own_values(self._ranks.rank)["epoch_start"]
         return reached.batches
 
     def rewind(self, generator: torch.Generator | None) -> None:
@@ -199,7 +214,7 @@ class ResumableRun:
         Raises:
             SystemExit: the run was asked to stop.
         """
-        stepped = self._objects.step_was_called()
+        stepped, at_step = self._objects.step_was_called(), False
         self.position.micro_batch_done()
         if self.replaying:
             if self.position.micro_batches == self._origin.reached.micro_batches:
@@ -208,32 +223,66 @@ class ResumableRun:
             self.position.skipped.append(self.position.micro_batches - 1)
         elif window_done:
             self.position.steps += 1
-            if self.options.saves:
-                self._take_mark()
-                if self._writer.is_due(self.position.steps):
-                    self._save()
-        if self._stop.number is not None:
+            at_step = True
+        if self.options.saves:
+            self._save_or_stop(at_step)
+
+    def _save_or_stop(self, at_step: bool) -> None:
+        """Does what is due, in all processes together."""
+        if self.replaying and self._ranks.several and self.position.micro_batches % REPLAY_ASKS:
+            return
+        if at_step:
+            self._take_mark()
+        due = at_step and self._writer.is_due(self.position.steps)
+        stop, due_somewhere = self._ranks.largest([self._stop.number or 0, due])
+        if due_somewhere:
+            self._save()
+        if stop:
+            self._stop.number = stop
             self._stop_now()
 
     def _take_mark(self) -> None:
         self._own = {
             "random": random_states.capture(self.device, self._generator),
             "epoch_start": self._epoch_start,
+            "records": self._facts["records"],
         }
         self._mark = {"position": self.position.as_values(), **self._objects.values()}
 
     def _save(self) -> bool:
+        """Writes a point of the mark; returns whether it stands.
+
+        Raises:
+            NumericsError: processes hold other weights or states than the main one.
+        """
         assert self._mark is not None
-        return self._writer.write(self._mark, self._rank, self._own)
+        self._check_equality()
+        own = self._ranks.gathered(self._own)
+        written = self._ranks.of_main(self._ranks.is_main and self._writer.write(self._mark, own))
+        if written:
+            self._writer.stands_at(self._mark["position"]["steps"])
+        return written
+
+    def _check_equality(self) -> None:
+        if not self._ranks.several:
+            return
+        number = checksum(trained_parameters(self._model), self._objects.optimizer)
+        if not self._ranks.alike(number):
+            raise NumericsError(
+                f"resume point: after step {self.position.steps} the {self._ranks.count} processes hold different "
+                "weights or optimizer states; expected the same bits, as DDP keeps them, since one process writes them "
+                "for all. GPUs of different kinds may round differently. Earlier points are whole; unset "
+                "MOSS_LOWMEM_SAVE_STEPS and MOSS_LOWMEM_SAVE_MINUTES to train on without new ones."
+            )
 
     def _arrive(self) -> None:
         """The replay has come to the point: the rest of it is restored here, where it was noted."""
-        assert self._origin.point is not None
         self._origin.check_arrival(self.position)
         self._origin.restore_loop(self._objects, self._arguments)
-        own, self.position = self._origin.point.rank_values(self._rank), self._origin.reached
+        own, self.position = self._origin.own_values(self._ranks.rank), self._origin.reached
         self._writer.stands_at(self.position.steps)
         random_states.restore(own["random"], self.device, self._generator)
+        self._objects.let_forward_in()
         self.replaying = False
         self._arrived(self.position.steps)
         seconds = max(time.perf_counter() - self._replay_began, 1e-9)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
+
+import torch
+from torch import nn
 
 from .schedule import scheduler_values
 
@@ -29,6 +33,7 @@ class LoopObjects:
         self.scaler: Any = None
         self.own_groups: list[dict[str, Any]] = []
         self._step_called = False
+        self._wrapper: nn.Module | None = None
 
     def prepared(self, objects: Iterable[Any], optimizer: Any, scaler: Any, loader: type[Any]) -> None:
         """Watches the calls of ``objects`` from here on.
@@ -42,13 +47,29 @@ class LoopObjects:
         self.optimizer, self.scaler = optimizer, scaler
         self.own_groups = [dict(group) for group in optimizer.param_groups]
         for item in objects:
-            if hasattr(item, "base_dataloader"):
+            if isinstance(item, nn.Module) and hasattr(item, "module"):
+                self._wrapper = item
+            elif hasattr(item, "base_dataloader"):
                 item.base_dataloader.__class__ = loader  # accelerate built torch's own class from the trainer's parts
             elif hasattr(item, "scheduler") and hasattr(item, "get_last_lr"):
                 self.scheduler = item.scheduler
                 item.step = self._unless_replayed(item.step)
             elif getattr(item, "optimizer", None) is optimizer and hasattr(item, "zero_grad"):
                 item.step, item.zero_grad = self._counted(item.step), self._unless_replayed(item.zero_grad)
+
+    def keep_forward_out(self, loss: Callable[[], torch.Tensor]) -> None:
+        """Has the wrapper of several processes answer with ``loss()`` until :meth:`let_forward_in`.
+
+        DDP's own forward makes its reducer wait for a backward. None comes in a replay, so that the next one, which may
+        be in the middle of a window, would be reduced at once: the same gradients, but added up in another order.
+        """
+        if self._wrapper is not None:
+            self._wrapper.forward = lambda *_, **__: SimpleNamespace(loss=loss())
+
+    def let_forward_in(self) -> None:
+        """Ends :meth:`keep_forward_out`."""
+        if self._wrapper is not None:
+            vars(self._wrapper).pop("forward", None)
 
     def _counted(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Wraps the prepared optimizer's ``step``, which upstream calls for each micro-batch that it does not skip."""

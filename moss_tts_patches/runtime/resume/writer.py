@@ -79,13 +79,12 @@ class PointWriter:
         by_steps = every > 0 and steps % every == 0
         return by_steps or (minutes > 0 and time.monotonic() - self._saved_time >= 60 * minutes)
 
-    def write(self, mark: dict[str, Any], rank: int, own: dict[str, Any]) -> bool:
+    def write(self, mark: dict[str, Any], ranks: dict[int, dict[str, Any]]) -> bool:
         """Writes a point; a disk that is full ends no training.
 
         Args:
             mark: what was noted at the last optimizer step.
-            rank: of this process.
-            own: what only this process needs.
+            ranks: what each process needs for itself, by rank.
 
         Returns:
             Whether it stands.
@@ -96,10 +95,10 @@ class PointWriter:
             **self.facts,
             **mark,
             "optimizer": optimizer_scalars(self._optimizer),  # unchanged since the mark, as the tensors are
-            "processes": 1,
+            "processes": len(ranks),
         }
         try:
-            folder = write_point(self.root, values, {rank: own}, self._write_tensors, self._say)
+            folder = write_point(self.root, values, ranks, self._write_tensors, self._say)
         except (OSError, EnvironmentProblem) as error:
             self._say(f"warning: no resume point could be written at step {steps}: {error}")
             return False
