@@ -107,8 +107,7 @@ def patch_data(session: Session) -> None:
     def DataLoader(*args: Any, **options: Any) -> Any:
         with ending_the_run():
             made = loader(*args, **options)
-        session.data.loader_made(made)
-        return made
+        return session.loader_made(made)
 
     session.ledger.apply(trainer, "load_jsonl_for_rank", load_jsonl_for_rank, "records are checked as they are read")
     session.ledger.apply(trainer, "DataLoader", DataLoader, "finished records are skipped, the longest tried first")

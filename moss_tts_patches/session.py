@@ -16,6 +16,7 @@ from . import __version__
 from .data.install import DataOptions
 from .engines import TrainingEngine, engine_of
 from .engines.learning_rate import step_rate_once
+from .engines.sharded_windows import close_windows
 from .errors import EnvironmentProblem, SeamError, ending_the_run
 from .families.family import Family, TrainingContext, supervised_positions
 from .families.self_check import check_against_upstream
@@ -78,7 +79,7 @@ class Session:
             settings=settings.model_dump(mode="json"),
             versions={"moss_tts_patches": __version__, "torch": torch.__version__},
             say=log,
-            arrived=self.clock.go_on_from,
+            arrived=self._resumed,
         )
         self._output_folder = Path(".")
         self._upstream_forward: Any = None
@@ -127,8 +128,8 @@ class Session:
         if (change := self.parallel.settle_clipping(self._arguments_parsed, corrected=corrected)) is not None:
             log(f"correction=gradient_clipping {change}")
         self.accelerator = accelerator
-        if self.parallel.owns_optimizer and (self.resume.options.saves or self.resume.goes_on):
         self.resume.accelerator_created(accelerator.device, accelerator.process_index, accelerator.num_processes)
+        if self.parallel.owns_optimizer and (self.resume.options.saves or self.resume.goes_on):
             raise EnvironmentProblem(
                 f"engine {self.parallel.title}: it owns the optimizer states, which resume points of the layer do not "
                 "hold. Unset MOSS_LOWMEM_SAVE_STEPS and MOSS_LOWMEM_SAVE_MINUTES, and set MOSS_LOWMEM_RESUME=off."
@@ -151,6 +152,21 @@ class Session:
         )
         self.resume.records_known(loaded[1])
         return loaded
+
+    @ending_the_run()
+    def loader_made(self, loader: Any) -> Any:
+        """The trainer has made its ``DataLoader``; returns the one that it gets."""
+        arguments, processes = self._arguments_parsed, self.accelerator.num_processes
+        self.data.loader_made(loader, processes)
+        if not (self.data.is_sharded and self.family.leaves_windows_open and self.corrects("sharded_windows")):
+            return loader
+        own = len(loader)
+        closed = close_windows(
+            loader, self.accelerator, arguments.gradient_accumulation_steps, arguments.max_train_steps
+        )
+        self.data.micro_batches = len(closed)
+        log(f"correction=sharded_windows micro_batches_per_epoch={len(closed)} of_own={own} every epoch ends in a step")
+        return closed
 
     @ending_the_run()
     def before_model_load(self, model_class: Any, config: Any) -> None:
@@ -371,6 +387,10 @@ class Session:
     def remember_forward(self, forward: Any) -> None:
         """Keeps upstream's own forward, for the self check and for calls that are not training."""
         self._upstream_forward = forward
+
+    def _resumed(self, steps: int) -> None:
+        self.clock.go_on_from(steps)
+        self.record.micro_batches = self.resume.position.micro_batches
 
     def _loss_scale(self) -> float:
         scaler = self.accelerator.scaler

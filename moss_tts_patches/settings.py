@@ -26,6 +26,9 @@ CORRECTIONS: dict[str, str] = {
     "mask empty, which CUDA kernels turn into nan gradients: OpenMOSS/MOSS-TTS#196)",
     "learning_rate_steps": "N processes, all families but moss_tts_local_v1.5: the learning rate takes one step per "
     "optimizer step (upstream: N, so that its schedule ends after 1/N of the training)",
+    "sharded_windows": "N processes with files sharded by rank (*.rankR-of-N.jsonl), all families but "
+    "moss_tts_local_v1.5: every epoch ends in an optimizer step, after as many micro-batches in each process "
+    "(upstream: a window goes on with the next epoch's records, and unequal shards hang)",
     "gradient_clipping": "DeepSpeed clips at --max-grad-norm (upstream: at 1.0, whatever that says)",
     "depth_attention": "moss_tts_local_v1.5: the depth model uses the attention that --attn-implementation asks for "
     "(upstream: the one in the checkpoint's config, whether it is installed or not)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,14 +43,26 @@ def run(server, upstream_repo, tmp_path_factory):
         return folder
 
     @functools.cache
-    def training(family, layer=(), options=()):
+    def training(family, layer=(), options=(), shards=None):
         data, output = inputs(family), root / f"job{len(list(root.glob('job*')))}"
-        arguments = ["--model-path", str(data), "--train-jsonl", str(data / "train.jsonl"), *ARGUMENTS, *options]
+        records = data / "train.jsonl" if shards is None else write_shards(data, shards)
+        arguments = ["--model-path", str(data), "--train-jsonl", str(records), *ARGUMENTS, *options]
         return server.run(
             f"{family}/finetuning/sft.py", arguments, output, folder=upstream_repo, environment=dict(layer)
         )
 
     return training
+
+
+def write_shards(data, sizes):
+    """Files as upstream's prepare_data.py names them, each with the first records."""
+    folder = data / "-".join(map(str, sizes))
+    folder.mkdir(exist_ok=True)
+    lines = (data / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    for rank, size in enumerate(sizes):
+        path = folder / f"train.rank{rank:05d}-of-{len(sizes):05d}.jsonl"
+        path.write_text("".join(lines[:size]), encoding="utf-8")
+    return folder
 
 
 def layer(*settings, **named):
@@ -88,3 +101,40 @@ def test_the_learning_rate_and_everything_else_with_the_layers_defaults(run, fam
     assert "longest_first positions=" in ours.outputs[0] and "optimizer=adamw8bit" in ours.outputs[0]
     upstream = run(family)
     assert upstream.rates == (ours.rates if family == "moss_tts_local_v1.5" else [5e-4, 0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    "family,method",
+    [
+        ("moss_tts_local", {}),
+        ("moss_tts_delay", {**LORA, "MOSS_LOWMEM_LORA_DROPOUT": "0.3"}),
+        ("moss_tts_local_v1.5", {}),
+    ],
+    ids=["local", "delay-lora", "v1.5"],
+)
+def test_a_resumed_training_ends_with_the_same_weights(run, family, method):
+    """From step 3, in the middle of the second epoch: 12 records on two ranks are 3 micro-batches and 2 steps."""
+    whole = run(family, layer(LAYER, method))
+    saved = run(family, layer(LAYER, method, MOSS_LOWMEM_SAVE_STEPS="1", MOSS_LOWMEM_KEEP="9"))
+    point = saved.folder / "resume" / "step-3"
+    resumed = run(family, layer(LAYER, method, MOSS_LOWMEM_RESUME=str(point)))
+    assert "resume replayed=5 micro-batches" in resumed.outputs[0]
+    assert resumed.losses == whole.losses[3:] and resumed.rates == whole.rates[3:]
+    assert {*resumed.digests} == {*saved.digests} == {*whole.digests} and len({*whole.digests}) == 1
+
+
+def test_a_window_goes_on_into_the_next_epoch_of_sharded_files_unless_that_is_corrected(run):
+    """5 micro-batches an epoch and windows of 2: upstream does 5 steps of 6, and the third is of two epochs."""
+    family, sizes = "moss_tts_local", (10, 10)
+    plain = run(family, shards=sizes)
+    closed = run(family, layer(LAYER), shards=(10, 12))
+    steps = [
+        [(int(epoch), int(step)) for epoch, step in re.findall(r"epoch=(\d+) step=(\d+)/6 ", job.outputs[0])]
+        for job in (plain, closed)
+    ]
+    assert steps[0] == [(0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
+    assert steps[1] == [(0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6)]
+    assert closed.digests[0] == closed.digests[1]
+    assert run(family, layer(EXACT), shards=sizes).losses == pytest.approx(
+        plain.losses, abs=TOLERANCES["printed_loss_unit"]
+    )

@@ -141,6 +141,8 @@ class Family(ABC):
     tied_modules: ClassVar[tuple[str, ...]] = ()
     #: Checkpoints that the trainer writes beside one an epoch.
     extra_checkpoints: ClassVar[int] = 0
+    #: Whether an accumulation window goes on into the next epoch where files were sharded by rank.
+    leaves_windows_open: ClassVar[bool] = True
     #: Whether upstream's own trainer can checkpoint activations; the planner compares with what upstream can do.
     upstream_checkpoints: ClassVar[bool] = True
     #: Whether the class can be built while ZeRO-3 takes every weight apart at once.

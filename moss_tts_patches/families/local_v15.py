@@ -65,6 +65,7 @@ class LocalV15Family(Family):
     )
     training_arguments: ClassVar[frozenset[str]] = frozenset(_BATCH)
     extra_checkpoints: ClassVar[int] = 1  # checkpoint-last
+    leaves_windows_open: ClassVar[bool] = False  # its trainer trains on whole windows only
     loads_in_parts: ClassVar[bool] = False  # its constructor copies rows of one head into another
     # Its heads are its embeddings: neither can carry an adapter, so there is no group of them.
     tied_modules: ClassVar[tuple[str, ...]] = (

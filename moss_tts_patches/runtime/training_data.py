@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ class TrainingData:
 
     Attributes:
         checked: the records and what was found; None until they are read.
-        micro_batches: of an epoch, once the trainer has made its loader.
+        micro_batches: of an epoch in one process, once the trainer has made its loader.
     """
 
     def __init__(self, options: DataOptions, record_rules: Callable[[Any], Any], say: Callable[[str], None]) -> None:
@@ -65,11 +66,16 @@ class TrainingData:
         )
         return self.checked.loaded
 
-    def loader_made(self, loader: Any) -> None:
-        """The trainer has made its ``DataLoader``."""
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process has read files of its own."""
+        return self.checked is not None and self.checked.loaded[3]
+
+    def loader_made(self, loader: Any, processes: int) -> None:
+        """The trainer has made its ``DataLoader``, whose batches so many processes share."""
         self._dataset, self._collate = loader.dataset, loader.collate_fn
         self._batch_size = loader.batch_size or 1
-        self.micro_batches = len(loader)
+        self.micro_batches = math.ceil(len(loader) / (1 if self.is_sharded else processes))
 
     def try_longest(
         self, batch: dict[str, Any], run: Callable[[dict[str, Any]], object], drop_gradients: Callable[[], object]
