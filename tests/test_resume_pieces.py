@@ -277,7 +277,7 @@ def test_a_checksum_sees_one_bit_of_weights_states_and_steps():
 
     def state(model, optimizer):
         states = optimizer.states.read(model[0].weight)
-        states["exp_avg"].view(torch.uint8).reshape(-1)[7] ^= 1
+        next(iter(states.values())).view(torch.uint8).reshape(-1)[7] ^= 1
 
     def step(model, optimizer):
         optimizer.steps[model[0].weight] += 1
