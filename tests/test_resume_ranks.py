@@ -183,8 +183,8 @@ def test_a_rank_that_is_killed_during_a_save_leaves_something_to_go_on_from(run,
     assert sorted(path.name for path in (resumed.folder / "resume").iterdir()) == ["step-4", "step-6"]
 
 
-def test_ctrl_c_under_torchrun_reaches_every_process_twice_and_counts_once(tmp_path):
-    """As a terminal sends it: to the launcher and to the trainers, to which torchrun passes it on once more."""
+def test_ctrl_c_under_torchrun_leaves_one_point_of_all(tmp_path):
+    """As a terminal sends it, to launcher and trainers alike; its echo: test_resume_pieces.py."""
     inputs, output = make_mini_inputs(tmp_path / "inputs", records=RECORDS, frames=(8, 12)), tmp_path / "output"
     command = [
         *(sys.executable, "-c", AS_IN_A_TERMINAL, "--nproc-per-node", "2", "--master-port", "0"),

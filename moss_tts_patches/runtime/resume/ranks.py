@@ -1,8 +1,9 @@
 """What the processes of a training tell each other about resume points.
 
 They talk over gloo, by the CPU, whatever the training's own backend is: asking after every micro-batch whether one of
-them was told to stop then takes 0.1 ms on one machine, and does not wait for what a GPU has queued. Nor does NCCL's
-watchdog, which ends a training after ten minutes without news, run while one process writes a large point.
+them was told to stop then takes 0.5 ms on two crowded cores (``benchmarks/rank_agreement.py``), and does not wait for
+what a GPU has queued. Nor does NCCL's watchdog, which ends a training after ten minutes without news, run while one
+process writes a large point.
 """
 
 from __future__ import annotations
