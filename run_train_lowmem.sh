@@ -137,6 +137,7 @@ resolve_paths() {
     [[ -z "$value" || "$value" == /* || ! -e "$caller/$value" ]] || export "$name=$(from_caller "$value")"
   done
   [[ -z "${TRAIN_JSONL:-}" ]] || TRAIN_JSONL="$(list_from_caller "$TRAIN_JSONL")"
+  [[ -z "${MOSS_LOWMEM_VALID_JSONL:-}" ]] || export MOSS_LOWMEM_VALID_JSONL="$(list_from_caller "$MOSS_LOWMEM_VALID_JSONL")"
   # A config may be the user's or one of the checkout's own.
   if [[ -n "${ACCELERATE_CONFIG_FILE:-}" && -f "$caller/$ACCELERATE_CONFIG_FILE" ]]; then
     ACCELERATE_CONFIG_FILE="$(from_caller "$ACCELERATE_CONFIG_FILE")"

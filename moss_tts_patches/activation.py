@@ -19,6 +19,7 @@ from .runtime.accelerator import lowmem_accelerator
 from .runtime.report import log
 from .runtime.resume.loader import loader_class
 from .runtime.saving import saving_whole
+from .runtime.validation.best import check_signature
 from .runtime.watch import Surroundings
 from .session import Session
 from .settings import Settings, load_settings, parse_switch
@@ -145,7 +146,10 @@ def patch_saving(session: Session) -> None:
     """Has the trainer write its checkpoints somewhere else until they are whole."""
     trainer = session.trainer
     save_checkpoint = session.guarded("save", saving_whole(trainer.save_checkpoint, log, session.checkpoint_saved))
-    save_checkpoint = session.resume.unless_replaying(save_checkpoint)
+    save_checkpoint = session.resume.unless_replaying(session.validation.before_checkpoint(save_checkpoint))
+    if session.settings.saves_best:
+        check_signature(trainer.save_checkpoint)
+        session.save_plainly = session.guarded("save", saving_whole(trainer.save_checkpoint, log))
     session.ledger.apply(trainer, "save_checkpoint", save_checkpoint, "a killed run leaves no half checkpoint")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import __version__
+from .data.held_out import HeldOut
 from .data.install import DataOptions
 from .engines import TrainingEngine, engine_of
 from .engines.learning_rate import step_rate_once
@@ -37,6 +38,8 @@ from .runtime.saving import finish_interrupted_saves, name_in_the_end
 from .runtime.stores import StoreRequest, build_stores
 from .runtime.training_data import TrainingData
 from .runtime.training_loop import TrainingLoop
+from .runtime.validation.beginning import begin_validation
+from .runtime.validation.course import Validation
 from .runtime.watch import MachineWatch, Surroundings
 from .settings import Settings
 
@@ -50,6 +53,8 @@ class Session:
     Attributes:
         arguments: the trainer's command line, normalised; upstream's parser gets it.
         store: receives gradients once the model is loaded.
+        save_plainly: the trainer's ``save_checkpoint``, whole or not at all, for weights that are none of its own
+            checkpoints.
     """
 
     def __init__(
@@ -71,7 +76,14 @@ class Session:
         self.model: Any = None
         self.optimizer: Any = None
         self.adapters = adapters
-        self.data = TrainingData(DataOptions(settings.bad_records, settings.max_positions), family.record_rules, log)
+        self.data = TrainingData(
+            DataOptions(settings.bad_records, settings.max_positions),
+            family.record_rules,
+            log,
+            HeldOut(settings.valid_jsonl, settings.valid_share),
+        )
+        self.validation = Validation(settings.valid_steps, log)
+        self.save_plainly: Callable[..., Any] | None = None
         self.watch = MachineWatch(surroundings or Surroundings(), log)
         self.resume = ResumableRun(
             ResumeOptions(settings.save_steps, settings.save_minutes, settings.keep, settings.resume),
@@ -81,6 +93,7 @@ class Session:
             say=log,
             arrived=self._resumed,
         )
+        self.resume.validation = self.validation
         self._output_folder = Path(".")
         self._upstream_forward: Any = None
         self._arguments_parsed: Any = None
@@ -116,7 +129,8 @@ class Session:
         if self.adapters is not None:
             return {"none": 0, "last": 1, "all": saves}[self.settings.merge]
         # A point holds bf16 weights and 8-bit states: twice the weights. One more than are kept while it is written.
-        return saves + (2 * (self.settings.keep + 1) if self.resume.options.saves else 0)
+        points = 2 * (self.settings.keep + 1) if self.resume.options.saves else 0
+        return saves + points + 2 * self.settings.saves_best  # a new best stands beside the former until it is whole
 
     @ending_the_run()
     def accelerator_created(self, accelerator: Any) -> None:
@@ -320,6 +334,17 @@ class Session:
         self.resume.prepared(prepared, self.model, self.optimizer, self.accelerator.scaler)
         if self.stores.parking is not None:
             self.stores.parking.weights_changed()
+        begin_validation(self, next(item for item in prepared if isinstance(item, nn.Module)))
+
+    @property
+    def trainer_arguments(self) -> dict[str, Any]:
+        """The trainer's command line, parsed, by name."""
+        return vars(self._arguments_parsed)
+
+    @property
+    def output_folder(self) -> Path:
+        """The trainer's output folder."""
+        return self._output_folder
 
     def _optimizer_prepared(self, wrapper: Any) -> None:
         """Gives the layer's optimizer its gradients and states; the model stands on its device."""

@@ -119,6 +119,18 @@ class Settings(BaseSettings):
         "stop", description="faulty records: stop with a list of them, or train without them (skipped_records.jsonl)"
     )
     max_positions: int | None = Field(None, ge=1, description="leave out records with more positions")
+    valid_jsonl: str | None = Field(
+        None, description="records to evaluate while training, named as --train-jsonl names its own"
+    )
+    valid_share: float = Field(
+        0, ge=0, lt=1, description="hold out this share of the training records and evaluate it, for example 0.02"
+    )
+    valid_steps: int = Field(
+        0, ge=0, description="evaluate every so many optimizer steps, and before each of the trainer's checkpoints"
+    )
+    valid_best: Literal["0", "1"] = Field(
+        "1", description="save the weights with the lowest validation loss so far to OUTPUT_DIR/best"
+    )
     longest_first: Literal["0", "1"] = Field(
         "1", description="try the longest records before the first step, so that memory fails at once or never"
     )
@@ -141,6 +153,21 @@ class Settings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _validation_needs_records(self) -> Settings:
+        if self.valid_jsonl is not None and self.valid_share:
+            raise ValueError(
+                f"{PREFIX}VALID_JSONL and {PREFIX}VALID_SHARE are both set. Expected one of them: files of their own, "
+                "or a share of the training records"
+            )
+        given = sorted(self.model_fields_set & {"valid_best", "valid_steps"})
+        if given and not self.validates:
+            raise ValueError(
+                f"{PREFIX}{given[0].upper()} is set, but there are no records to evaluate. Set {PREFIX}VALID_JSONL or "
+                f"{PREFIX}VALID_SHARE, or unset it"
+            )
+        return self
+
     @field_validator("corrections", mode="before")
     @classmethod
     def _split_corrections(cls, value: object) -> object:
@@ -156,6 +183,14 @@ class Settings(BaseSettings):
             wrong = ", ".join(unknown) or "an empty value"
             raise ValueError(f"{wrong}; expected all, none, or some of: {', '.join(CORRECTIONS)}")
         return names
+
+    @property
+    def validates(self) -> bool:
+        return self.valid_jsonl is not None or self.valid_share > 0
+
+    @property
+    def saves_best(self) -> bool:
+        return self.validates and self.valid_best == "1"
 
     @property
     def checkpoints_always(self) -> bool:

@@ -13,7 +13,15 @@ PROJECT = Path(__file__).resolve().parents[1]
 LAUNCHER = PROJECT / "run_train_lowmem.sh"
 BIN = Path(sys.executable).parent
 LAYER_VARIABLES = ("MOSS_LOWMEM", "AUTOWRAPT_BOOTSTRAP", "ACCELERATE_CONFIG_FILE")
-PATH_VARIABLES = ("MODEL_PATH", "CODEC_PATH", "RAW_JSONL", "PREPARED_JSONL", "TRAIN_JSONL", "OUTPUT_DIR")
+PATH_VARIABLES = (
+    "MODEL_PATH",
+    "CODEC_PATH",
+    "RAW_JSONL",
+    "PREPARED_JSONL",
+    "TRAIN_JSONL",
+    "OUTPUT_DIR",
+    "MOSS_LOWMEM_VALID_JSONL",
+)
 ENGINE_YAML = """
 compute_environment: LOCAL_MACHINE
 distributed_type: {kind}

@@ -139,8 +139,10 @@ def test_relative_paths_start_where_the_user_stands(checkout: Path, user: Path) 
             PREPARED_JSONL="/data/prepared.jsonl",
             TRAIN_JSONL="a b/x.jsonl, shards/*.jsonl ,/data/y z.jsonl,folder,",
             OUTPUT_DIR="../out",
+            MOSS_LOWMEM_VALID_JSONL="valid.jsonl, more",
         ),
     ).given
+    assert given["MOSS_LOWMEM_VALID_JSONL"] == f"{user}/valid.jsonl,{user}/more"
     assert given["MODEL_PATH"] == f"{user}/my model"
     assert given["CODEC_PATH"] == "OpenMOSS-Team/MOSS-Audio-Tokenizer"  # no such folder here: a name on a hub
     assert given["RAW_JSONL"] == f"{user}/raw, all.jsonl"

@@ -128,7 +128,7 @@ class AdapterTraining:
 
         assert self.adapters is not None
         packages = {"torch": torch, "transformers": transformers, "accelerate": accelerate, "peft": peft}
-        epoch = re.search(r"(\d+)$", name)
+        epoch = re.search(r"epoch-(\d+)$", name)
         return AdapterRecord(
             kind=ADAPTER,
             family=self._family,

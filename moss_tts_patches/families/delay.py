@@ -171,6 +171,7 @@ class DelayFamily(Family):
                 for index, head in enumerate(model.lm_heads)
             ),
             coefficients=coefficients,
+            weights=None if weights is None else tuple(map(float, weights)),
         )
 
     def full_size_config(self, config_class: Any, size: str) -> Any:

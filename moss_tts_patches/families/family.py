@@ -219,6 +219,10 @@ class Family(ABC):
         """Upstream's own loss on a batch, for the self check."""
         return upstream_forward(model, **batch).loss
 
+    def loss_of_trainer(self, namespace: dict[str, Any]) -> Callable[..., torch.Tensor]:
+        """The trainer's own way from a prepared model and the arguments of a micro-batch to its loss."""
+        return lambda model, **batch: model(**batch).loss
+
     def simulated_batch(self, config: Any, records: int, positions: int) -> dict[str, Any]:
         """Inputs as the trainer passes them, all zero; no mask: transformers drops a mask without padding.
 

@@ -154,6 +154,7 @@ class LocalFamily(Family):
             channels=tuple(self._channel(model, index, labels[:, index]) for index in range(channels)),
             coefficients=shares / counts,
             positions=channels,
+            weights=tuple(map(float, weights)),
         )
 
     @staticmethod

@@ -149,6 +149,9 @@ class LocalV15Family(Family):
     def reference_loss(self, upstream_forward: Callable[..., Any], model: Any, batch: dict[str, Any]) -> torch.Tensor:
         return upstream_forward(model, **batch)
 
+    def loss_of_trainer(self, namespace: dict[str, Any]) -> Callable[..., torch.Tensor]:
+        return namespace["compute_supervised_loss"]
+
     # -- loss ----------------------------------------------------------------------------------------------------
 
     def training_output(self, model: Any, batch: dict[str, Any], context: TrainingContext) -> LossOutput:
@@ -163,7 +166,7 @@ class LocalV15Family(Family):
         # Outside autocast upstream computes in the parameters' own dtype; accelerate made the hidden states float32.
         rows = base._global_hidden_to_local(rows).to(base.local_transformer.ln_f.weight.dtype)
         frame_labels = labels.reshape(-1, labels.shape[-1]).index_select(0, summary.positions)
-        problem = self.frame_loss(base, frame_labels, shares)
+        problem = self.frame_loss(base, frame_labels, shares, _weights(batch["channelwise_loss_weight"], shares))
         loss, _ = context.engine.loss(problem, rows, context.loss_scale())
         context.expected_contributions = _expected_contributions(base, problem, context)
         return LossOutput(loss=loss)
@@ -182,7 +185,13 @@ class LocalV15Family(Family):
         output = run(**inputs, attention_mask=batch["attention_mask"], use_cache=False, return_dict=True)
         return output.last_hidden_state
 
-    def frame_loss(self, model: Any, labels: torch.Tensor, shares: Sequence[float | None]) -> FrameLoss:
+    def frame_loss(
+        self,
+        model: Any,
+        labels: torch.Tensor,
+        shares: Sequence[float | None],
+        weights: Sequence[float] | None = None,
+    ) -> FrameLoss:
         """Describes the loss over the supervised frames.
 
         Args:
@@ -190,6 +199,7 @@ class LocalV15Family(Family):
             labels: ``[frames, channels]`` int64; with a binary text head its classes 0 and 1 in channel 0.
             shares: each channel's share of the loss; None leaves the channel out: it has no label, and upstream's
                 graph does not contain its head.
+            weights: one per channel, see :class:`..loss.problem.FrameLoss`.
 
         Source: upstream ``sft.py``, ``compute_supervised_loss_from_hidden``: the mean over a channel's labels times its
         share; codebook c is read at position c, the text head too at position 0; the depth model sees the hidden state
@@ -217,6 +227,7 @@ class LocalV15Family(Family):
             ),
             coefficients=factors / counts[kept],
             positions=codebooks,
+            weights=None if weights is None else tuple(weights[index] for index in kept),
         )
 
     # -- simulation and self check -------------------------------------------------------------------------------
@@ -381,6 +392,12 @@ def _shares(weights: Sequence[float] | None, channels: int, empty: Sequence[int]
             "codebook or end-of-audio label; check the prepared records and --channelwise-loss-weight."
         )
     return [None if weight is None else weight / total for weight in kept]
+
+
+def _weights(weights: Sequence[float] | None, shares: Sequence[float | None]) -> list[float]:
+    """Each channel's weight as it was given, 0 where it has no label in the micro-batch."""
+    given = [1.0] * len(shares) if not weights else [float(weight) for weight in weights]
+    return [weight if share else 0.0 for weight, share in zip(given, shares)]
 
 
 def _expected_contributions(model: Any, problem: FrameLoss, context: TrainingContext) -> dict[nn.Parameter, int]:

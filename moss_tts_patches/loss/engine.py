@@ -54,8 +54,9 @@ class LossEngine:
     Args:
         options: plain values.
         store: receives the gradients of ``fused`` and ``staged``.
-        weights_away: entered while ``fused`` or ``staged`` work, to take weights off the device that they do not use.
-        observe: is given every training loss's problem and ``sums [channels]``, for the log.
+        weights_away: entered while ``fused`` or ``staged`` work, or a loss without gradients, to take weights off the
+            device that they do not use.
+        observe: is given every loss's problem and ``sums [channels]``, for the log.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class LossEngine:
             NumericsError: an earlier loss was never back-propagated although its gradients are in the store.
         """
         if not torch.is_grad_enabled() or not (hidden.requires_grad or _wants_gradients(problem)):
-            sums = heads.channel_sums(problem, hidden, self.options.chunk_frames)
+            sums = self._sums_alone(problem, hidden)
+            self._observe(problem, sums.detach())
             return (problem.coefficients * sums).sum(), sums
         if self.options.schedule == "autograd":
             schedule = module_schedule if self.options.by_module is not None else autograd_schedule
@@ -107,6 +109,17 @@ class LossEngine:
         self._waiting = True
         self._observe(problem, sums)
         return loss, sums
+
+    def observed_by(self, observe: Callable[[FrameLoss, torch.Tensor], None]) -> LossEngine:
+        """Returns an engine that works in the same way, whose losses another one is given."""
+        return LossEngine(self.options, self.store, self._weights_away, observe)
+
+    def _sums_alone(self, problem: FrameLoss, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns ``[channels]`` float32 where nobody will ask for a gradient."""
+        if self.options.by_module is not None:
+            return module_schedule.channel_sums(problem, hidden, self.options)
+        with self._weights_away():
+            return heads.channel_sums(problem, hidden, self.options.chunk_frames)
 
     def forget(self) -> None:
         """Drops the note that a loss waits for its backward (after an error that ended the micro-batch)."""

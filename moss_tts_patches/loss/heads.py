@@ -25,15 +25,18 @@ __all__ = ["LOGITS_AT_ONCE", "DeferredWeight", "channel_sums", "depth_inputs", "
 
 
 @contextmanager
-def forward_precision(device: torch.device) -> Iterator[None]:
-    """Upstream's autocast, gradients on, and no cache of cast weights.
+def forward_precision(device: torch.device, gradients: bool = True) -> Iterator[None]:
+    """Upstream's autocast, gradients on unless told otherwise, and no cache of cast weights.
 
     The cache would tie chunks together: a cast of a float32 adapter made in one chunk would be part of the next
     chunk's graph, and a cast made without gradients would cut the adapter off from the loss.
     """
     enabled = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type)
-    with torch.enable_grad(), torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False):
+    with (
+        torch.set_grad_enabled(gradients),
+        torch.autocast(device.type, dtype=dtype, enabled=enabled, cache_enabled=False),
+    ):
         yield
 
 

@@ -49,7 +49,7 @@ class ByModule:
 
 
 def channel_sums(problem: FrameLoss, hidden: torch.Tensor, options: EngineOptions) -> torch.Tensor:
-    """Returns ``[channels]`` float32 sums that autograd can differentiate.
+    """Returns ``[channels]`` float32 sums that autograd can differentiate, where it is on.
 
     Args:
         problem: heads, labels and depth model.
@@ -62,7 +62,7 @@ def channel_sums(problem: FrameLoss, hidden: torch.Tensor, options: EngineOption
     if missing:
         problem, hidden = _padded(problem, missing), F.pad(hidden, (0, 0, 0, missing))
     features = differentiable_inputs(problem, hidden)
-    with heads.forward_precision(hidden.device):
+    with heads.forward_precision(hidden.device, torch.is_grad_enabled()):
         if problem.depth is not None:
             parts = features.split(options.chunk_frames)
             features = torch.cat([by_module.recompute(problem.depth, part) for part in parts])

@@ -101,6 +101,8 @@ class FrameLoss:
         coefficients: ``[channels]`` float32; the family's loss rule, weights and means, is all in here, which is
             possible because every rule is linear in the sums once the labels are counted.
         positions: how many input positions the depth model has.
+        weights: one per channel, for a loss over several micro-batches: how much the channel's mean counts, in any
+            unit; None where every label of every channel counts alike.
     """
 
     depth: Stage | None
@@ -108,3 +110,4 @@ class FrameLoss:
     channels: tuple[Channel, ...]
     coefficients: torch.Tensor
     positions: int = field(default=1)
+    weights: tuple[float, ...] | None = None

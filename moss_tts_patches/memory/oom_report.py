@@ -21,7 +21,9 @@ from .readings import DeviceReading, HostReading
 
 FILE_NAME = "lowmem_oom.json"
 
-Phase = Literal["load", "forward chunk", "backward", "optimizer state creation", "optimizer step", "save", "other"]
+Phase = Literal[
+    "load", "forward chunk", "backward", "optimizer state creation", "optimizer step", "validation", "save", "other"
+]
 
 # Two: more choices than that are a table, and `moss-lowmem plan` prints that one.
 _CANDIDATES_SHOWN = 2

@@ -9,6 +9,7 @@ REPORT_TEXTS: dict[str, tuple[str, str]] = {
     "phase backward": ("the backward pass", "反向计算"),
     "phase optimizer state creation": ("the creation of optimizer states (first step)", "创建优化器状态（第一步）"),
     "phase optimizer step": ("the optimizer step", "优化器更新"),
+    "phase validation": ("the evaluation of the validation records", "评估验证集"),
     "phase save": ("the saving of a checkpoint", "保存检查点"),
     "phase other": ("something else", "其他阶段"),
     "oom_gpu": ("GPU memory ran out during {phase}: {wanted} were wanted.", "显存不足，发生在{phase}：需要 {wanted}。"),

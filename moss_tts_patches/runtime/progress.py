@@ -192,6 +192,14 @@ class StepRecorder:
         self._reset()
         return values
 
+    def leave_out(self, seconds: float) -> None:
+        """The current step had to wait so long for something that is no training."""
+        self._last_step += seconds
+
+    def validation(self, values: Mapping[str, Any]) -> None:
+        """Writes a line about an evaluation."""
+        self._log.write({**values, "time": time.time()})
+
     def _channel_losses(self) -> dict[str, float]:
         """Returns each channel's mean over the window's labels; a channel without labels is left out."""
         if not self._channels:
@@ -215,7 +223,7 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     Returns:
         What was written about the run (lines without a step, later ones win), and the steps in order. A step that was
         done twice, because a run went on from an earlier one, counts as it was done last; steps that a resumed run has
-        not reached again yet are of the run before, and are left out.
+        not reached again yet are of the run before, and are left out. Lines about an evaluation are no steps.
     """
     about: dict[str, Any] = {}
     steps: dict[int, dict[str, Any]] = {}
@@ -226,6 +234,8 @@ def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             values = json.loads(line)
             if "step" not in values:
                 about.update(values)
+                continue
+            if "valid_loss" in values:
                 continue
             if values["step"] in steps:
                 steps = {number: one for number, one in steps.items() if number < values["step"]}

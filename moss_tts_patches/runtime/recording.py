@@ -63,3 +63,13 @@ class RunRecord:
             epoch = self.micro_batches / (micro_batches_per_epoch or 1)
             self._recorder.step(number, epoch, lr, self.gradient_norm)
         self.gradient_norm = None
+
+    def validation(self, values: dict[str, Any]) -> None:
+        """Validation records were evaluated."""
+        if self._recorder is not None:
+            self._recorder.validation(values)
+
+    def leave_out(self, seconds: float) -> None:
+        """The step that goes on had to wait so long for something that is no training."""
+        if self._recorder is not None:
+            self._recorder.leave_out(seconds)

@@ -38,6 +38,11 @@ class StepClock:
             self._durations.append(now - self._last)
         self._last = now
 
+    def leave_out(self, seconds: float) -> None:
+        """The step that goes on had to wait so long for something that is no training."""
+        if self._last is not None:
+            self._last += seconds
+
     def go_on_from(self, steps: int) -> None:
         """An earlier process has done that many steps."""
         self._before = steps

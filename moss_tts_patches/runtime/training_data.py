@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..data.held_out import HeldOut, ValidationRecords, load_files, take_share
 from ..data.install import CheckedData, DataOptions, Loaded, counting, load_checked
 from .longest_probe import probe_longest
 
@@ -20,19 +21,32 @@ class TrainingData:
         options: what to do about faulty and long records.
         record_rules: the family's.
         say: logs a line.
+        held_out: which records are evaluated and not trained on.
 
     Attributes:
         checked: the records and what was found; None until they are read.
+        validation: the records to evaluate; None where there are none.
         micro_batches: of an epoch in one process, once the trainer has made its loader.
+        dataset: the trainer's, once it has made its loader.
+        collate: makes a batch of its items.
+        batch_size: records of a micro-batch.
     """
 
-    def __init__(self, options: DataOptions, record_rules: Callable[[Any], Any], say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        options: DataOptions,
+        record_rules: Callable[[Any], Any],
+        say: Callable[[str], None],
+        held_out: HeldOut | None = None,
+    ) -> None:
         self._options, self._record_rules, self._say = options, record_rules, say
+        self._held_out = held_out or HeldOut()
+        self.validation: ValidationRecords | None = None
         self.checked: CheckedData | None = None
         self.micro_batches: int | None = None
-        self._dataset: Any = None
-        self._collate: Callable[[list[Any]], Any] | None = None
-        self._batch_size = 1
+        self.dataset: Any = None
+        self.collate: Callable[[list[Any]], Any] | None = None
+        self.batch_size = 1
 
     def load(
         self,
@@ -64,6 +78,23 @@ class TrainingData:
             output_folder=output_folder,
             say=self._say,
         )
+        if self._held_out.files is not None:
+            self.validation = load_files(
+                upstream,
+                self._held_out.files,
+                rank,
+                self.checked,
+                rules=rules,
+                counter=counter,
+                options=self._options,
+                output_folder=output_folder,
+                say=self._say,
+            )
+        elif self._held_out.wanted:
+            self.checked, self.validation = take_share(self.checked, self._held_out.share, int(arguments.seed))
+            self._say(
+                f"data held_out={len(self.validation.records)} for validation, trained_on={self.checked.report.kept}"
+            )
         return self.checked.loaded
 
     @property
@@ -73,8 +104,8 @@ class TrainingData:
 
     def loader_made(self, loader: Any, processes: int) -> None:
         """The trainer has made its ``DataLoader``, whose batches so many processes share."""
-        self._dataset, self._collate = loader.dataset, loader.collate_fn
-        self._batch_size = loader.batch_size or 1
+        self.dataset, self.collate = loader.dataset, loader.collate_fn
+        self.batch_size = loader.batch_size or 1
         self.micro_batches = math.ceil(len(loader) / (1 if self.is_sharded else processes))
 
     def try_longest(
@@ -87,7 +118,7 @@ class TrainingData:
             run: forward and backward.
             drop_gradients: takes back what ``run`` left.
         """
-        if self.checked is None or self._collate is None or len(self.checked.report.positions) != len(self._dataset):
+        if self.checked is None or self.collate is None or len(self.checked.report.positions) != len(self.dataset):
             return
         device = next(value.device for value in batch.values() if isinstance(value, torch.Tensor))
 
@@ -96,6 +127,6 @@ class TrainingData:
             run({**batch, **moved})
 
         probe = probe_longest(
-            self._dataset, self._collate, self.checked.report.positions, self._batch_size, on_longest, drop_gradients
+            self.dataset, self.collate, self.checked.report.positions, self.batch_size, on_longest, drop_gradients
         )
         self._say(f"longest_first positions={','.join(map(str, probe.positions))} fits=yes")

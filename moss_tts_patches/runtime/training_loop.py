@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from .report import StepClock
 from .resume.run import ResumableRun
 from .stores import Stores
 from .training_data import TrainingData
+from .validation.evaluation import CallForm
 from .watch import MachineWatch
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class TrainingLoop:
         tries_longest: the longest records go through forward and backward before the first micro-batch.
         optimizer: the layer's; None until it is built.
         nonfinite_gradients: names of the parameters whose gradients were not finite when they were clipped last.
+        call_form: how the trainer calls its loss; None before it has.
     """
 
     family: Family
@@ -52,6 +55,8 @@ class TrainingLoop:
     say: Callable[[str], None]
     optimizer: Any = None
     nonfinite_gradients: list[str] = field(default_factory=list)
+    call_form: CallForm | None = None
+    _diverted: Callable[[Any, dict[str, Any]], Any] | None = None
     _begun: bool = False
     _losses: int = 0
 
@@ -70,10 +75,13 @@ class TrainingLoop:
 
     def forward(self, model: Any, batch: dict[str, Any]) -> Any:
         """One training forward of upstream's loop."""
+        if self._diverted is not None:
+            return self._diverted(model, batch)
         if self.resume.replaying:
             return LossOutput(loss=self.resume.replayed_loss())
         if not self._begun:
             self._begun = True
+            self.call_form = CallForm.of(batch)
             self.before_first()
             if self.tries_longest and torch.is_grad_enabled() and self.parallel.can_try_longest:
                 self._try_longest(model, batch)
@@ -82,6 +90,15 @@ class TrainingLoop:
             output = self._training_forward(model, batch)
         self.record.micro_batch(output.loss, batch)
         return output
+
+    @contextmanager
+    def diverted_to(self, function: Callable[[Any, dict[str, Any]], Any]) -> Iterator[None]:
+        """While it is open, forwards are not training's: ``function`` gets them, and nothing here counts them."""
+        self._diverted = function
+        try:
+            yield
+        finally:
+            self._diverted = None
 
     def _training_forward(self, model: Any, batch: dict[str, Any]) -> Any:
         with self.watch.guard.phase("forward chunk"):

@@ -148,6 +148,12 @@ class Origin:
         )
 
     @property
+    def values(self) -> dict[str, Any]:
+        """What the point holds for all processes."""
+        assert self.point is not None
+        return self.point.values
+
+    @property
     def reached(self) -> Position:
         """How far the point is."""
         assert self.point is not None

@@ -19,7 +19,7 @@ import inspect
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -41,6 +41,19 @@ from .writer import PointWriter, ResumeOptions
 REPLAY_ASKS = 512
 
 
+class Carried(Protocol):
+    """What a point holds for somebody else."""
+
+    def step_done(self, steps: int) -> None:
+        """An optimizer step is done, and will be noted next."""
+
+    def values(self) -> dict[str, Any]:
+        """Returns JSON values for the point of this step."""
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Goes on from them."""
+
+
 class ResumableRun:
     """See the module.
 
@@ -56,6 +69,7 @@ class ResumableRun:
         position: how far the training has come.
         replaying: finished micro-batches are passing; nothing is computed.
         quiet: upstream's log lines are not to be seen.
+        validation: is told of each optimizer step before it is noted, and has its own part of a point.
         loader: class of the trainer's data loader.
     """
 
@@ -80,6 +94,7 @@ class ResumableRun:
         self.position = Position()
         self.replaying = False
         self.quiet = Quiet()
+        self.validation: Carried | None = None
         self.loader: type[Any] = object
         self._stop = StopWish(say)
         self._arguments: dict[str, Any] = {}
@@ -109,6 +124,10 @@ class ResumableRun:
         self._facts["arguments"] = {name: value for name, value in arguments.items() if _is_plain(value)}
         if is_main:
             self._origin.find(self.options.resume, output_folder, self._facts)
+
+    def is_told_to_stop(self) -> bool:
+        """Whether a process was told to end, so that all will after this micro-batch; all have to ask together."""
+        return self.options.saves and self._ranks.largest([self._stop.number or 0])[0] > 0
 
     @property
     def goes_on(self) -> bool:
@@ -223,6 +242,8 @@ class ResumableRun:
             self.position.skipped.append(self.position.micro_batches - 1)
         elif window_done:
             self.position.steps += 1
+            if self.validation is not None:
+                self.validation.step_done(self.position.steps)
             at_step = True
         if self.options.saves:
             self._save_or_stop(at_step)
@@ -247,7 +268,11 @@ class ResumableRun:
             "epoch_start": self._epoch_start,
             "records": self._facts["records"],
         }
-        self._mark = {"position": self.position.as_values(), **self._objects.values()}
+        self._mark = {
+            "position": self.position.as_values(),
+            **self._objects.values(),
+            "validation": self.validation.values() if self.validation is not None else {},
+        }
 
     def _save(self) -> bool:
         """Writes a point of the mark; returns whether it stands.
@@ -290,6 +315,9 @@ class ResumableRun:
             f"resume replayed={self.position.micro_batches} micro-batches seconds={seconds:.2f} "
             f"next_step={self.position.steps + 1}"
         )
+        if self.validation is not None:
+            self.validation.restore(self._origin.values.get("validation", {}))
+            self.validation.step_done(self.position.steps)  # where the signal to stop came before the evaluation
         if self.options.saves:
             self._take_mark()
 

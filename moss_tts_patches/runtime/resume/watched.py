@@ -54,7 +54,7 @@ class LoopObjects:
             elif hasattr(item, "scheduler") and hasattr(item, "get_last_lr"):
                 self.scheduler = item.scheduler
                 item.step = self._unless_replayed(item.step)
-            elif getattr(item, "optimizer", None) is optimizer and hasattr(item, "zero_grad"):
+            elif not isinstance(item, nn.Module) and hasattr(item, "optimizer") and hasattr(item, "zero_grad"):
                 item.step, item.zero_grad = self._counted(item.step), self._unless_replayed(item.zero_grad)
 
     def keep_forward_out(self, loss: Callable[[], torch.Tensor]) -> None:
