@@ -103,6 +103,28 @@ def test_full_training_equals_ddp(run, engine, family, stage):
 
 
 @needs_deepspeed
+@pytest.mark.parametrize(
+    "family,stage,method",
+    [("moss_tts_local", 2, {}), ("moss_tts_local", 3, LORA), ("moss_tts_local_v1.5", 3, {})],
+    ids=["local-2", "local-3-lora", "v1.5-3"],
+)
+def test_validation_equals_ddp_and_disturbs_nothing(run, engine, family, stage, method):
+    """3 records held out, in batches of 2: one process has a batch of two records, the other one of one."""
+    held = {"MOSS_LOWMEM_VALID_SHARE": "0.4", "MOSS_LOWMEM_VALID_STEPS": "1"}
+    expected, found = (run(family, layer(LIKE_UPSTREAM, held, method, one)) for one in ({}, engine(stage)))
+    assert found.losses == pytest.approx(expected.losses, abs=TOLERANCES["printed_loss_unit"])
+    losses = [valid_losses(job) for job in (expected, found)]
+    assert losses[1] == pytest.approx(losses[0], abs=TOLERANCES["printed_loss"]) and len(losses[0]) > 1
+    name = "adapter_model.safetensors" if method else "model.safetensors"
+    assert (found.folder / "best" / name).exists()
+
+
+def valid_losses(job):
+    lines = [json.loads(line) for line in (job.folder / "lowmem_log.jsonl").read_text().splitlines()]
+    return [values["valid_loss"] for values in lines if "valid_loss" in values]
+
+
+@needs_deepspeed
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_equal_ddp_and_are_saved_whole(run, engine, family, stage):

@@ -55,6 +55,7 @@ class LoopObjects:
                 self.scheduler = item.scheduler
                 item.step = self._unless_replayed(item.step)
             elif not isinstance(item, nn.Module) and hasattr(item, "optimizer") and hasattr(item, "zero_grad"):
+                # DeepSpeed puts its own in the place of the layer's; its steps are counted all the same.
                 item.step, item.zero_grad = self._counted(item.step), self._unless_replayed(item.zero_grad)
 
     def keep_forward_out(self, loss: Callable[[], torch.Tensor]) -> None:

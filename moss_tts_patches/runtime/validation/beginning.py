@@ -48,7 +48,7 @@ def begin_validation(session: Session, model: nn.Module) -> None:
             _best_checkpoint(session, model),
             call_form=lambda: session.loop.call_form,
             position=lambda: (position.position.steps, position.position.epoch + 1),
-            # Processes hear of a signal at different moments, and would not make the same number of forwards.
+            # Agreed on by all: they hear of a signal at different moments, and must make the same number of forwards.
             stopping=position.is_told_to_stop,
             record=session.record.validation,
             left_out=left_out,
