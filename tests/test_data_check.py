@@ -18,6 +18,7 @@ from moss_tts_patches.data import files as data_files
 from moss_tts_patches.data.check import RecordCheck, UpperBounds, check_files, reading_bar
 from moss_tts_patches.data.files import files_of_rank, find_files, missing_shards, parse, read_lines
 from moss_tts_patches.data.install import DataOptions, compare_loaders, counting, load_checked
+from moss_tts_patches.data.pool import examiners
 from moss_tts_patches.data.report import DataReport
 from moss_tts_patches.data.rules import RecordFault, RecordRules
 from moss_tts_patches.errors import DataError, SeamError
@@ -470,8 +471,8 @@ def test_a_processor_that_wants_something_new_is_refused() -> None:
 
 def test_records_are_not_held_by_a_check(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", *records(5))
-    checked = RecordCheck(SPEECH, UpperBounds(SPEECH), keeps_records=False)
-    assert list(checked.read(path)) == [{}] * 5
+    with examiners(SPEECH, keeps_records=False) as examine:
+        assert list(RecordCheck(UpperBounds(SPEECH), examine).read(path)) == [{}] * 5
 
 
 @pytest.mark.parametrize("terminal", [True, False])

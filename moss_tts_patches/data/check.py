@@ -1,4 +1,4 @@
-"""Reads every record once and says which can be trained on; 300 frames of 32 codes take about a millisecond."""
+"""Reads every record once and says which can be trained on."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ..errors import DataError
-from .conversation import ConversationCounter, estimate_conversation, examine_conversation
-from .files import BLANK, missing_shards, parse, read_lines
+from .conversation import ConversationCounter, estimate_conversation
+from .files import missing_shards
+from .lines import Examined
+from .pool import Examine, examiners, workers_for
 from .report import TOO_LONG, DataReport
 from .rules import LeftOut, Place, RecordFault, RecordRules, Size
-from .speech import SpeechCounter, estimate_speech, examine_speech
+from .speech import SpeechCounter, estimate_speech
 
 # Texts that are tokenized at once: a fast tokenizer works on a batch in native code.
 _BATCH_RECORDS = 256
@@ -22,9 +24,8 @@ _SILENT_SECONDS = 2.0
 
 
 class Layout(NamedTuple):
-    """How one form of records is examined, estimated and counted."""
+    """How one form of records is estimated and counted."""
 
-    examine: Callable[..., Any]
     estimate: Callable[..., Size]
     counter: Callable[[RecordRules, Any], Counter]
 
@@ -39,8 +40,8 @@ class Counter(Protocol):
 
 
 LAYOUTS = {
-    "speech": Layout(examine_speech, estimate_speech, SpeechCounter),
-    "conversation": Layout(examine_conversation, estimate_conversation, ConversationCounter),
+    "speech": Layout(estimate_speech, SpeechCounter),
+    "conversation": Layout(estimate_conversation, ConversationCounter),
 }
 
 
@@ -62,30 +63,17 @@ def make_counter(rules: RecordRules, processor: Any | None) -> Counter:
     return UpperBounds(rules) if processor is None else LAYOUTS[rules.layout].counter(rules, processor)
 
 
-class _Pending(NamedTuple):
-    place: Place
-    identity: str
-    digest: bytes
-    record: dict[str, Any]
-    audio: Any
-
-
 class RecordCheck:
     """Checks files one after the other and keeps account.
 
     Args:
-        rules: the family's.
         counter: see :func:`make_counter`.
         max_positions: records with more are left out; None allows all.
-        keeps_records: :meth:`read` yields the records; else it yields an empty one for each.
+        examine: reads files, see :func:`.pool.examiners`.
     """
 
-    def __init__(
-        self, rules: RecordRules, counter: Counter, max_positions: int | None = None, keeps_records: bool = True
-    ) -> None:
-        self._keeps_records = keeps_records
-        self._rules, self._counter, self._max_positions = rules, counter, max_positions
-        self._examine = LAYOUTS[rules.layout].examine
+    def __init__(self, counter: Counter, examine: Examine, max_positions: int | None = None) -> None:
+        self._counter, self._examine, self._max_positions = counter, examine, max_positions
         self._hash = hashlib.sha256()
         self._report = DataReport(exact=counter.exact)
         self._longest = -1
@@ -101,18 +89,16 @@ class RecordCheck:
             DataError: the file cannot be read.
         """
         self._report.files.append(path)
-        pending: list[_Pending] = []
+        pending: list[Examined] = []
         try:
-            for number, line in read_lines(path, advance):
-                accepted = self._accept(Place(path, number), line)
-                if accepted is not None:
-                    pending.append(accepted)
+            for examined in self._examine(path, advance):
+                pending.append(examined)
                 if len(pending) == _BATCH_RECORDS:
-                    yield from self._settle(pending)
+                    yield from self._settle(path, pending)
                     pending = []
         except OSError as error:
             raise DataError(f"data: {path} cannot be read ({error.strerror or error}); check the path.") from None
-        yield from self._settle(pending)
+        yield from self._settle(path, pending)
 
     def finish(self) -> DataReport:
         """Returns the account of everything read."""
@@ -122,46 +108,28 @@ class RecordCheck:
             self._report.notes.append(shards)
         return self._report
 
-    def _accept(self, place: Place, line: bytes) -> _Pending | None:
-        """Returns the record if everything but its text is right; it is kept account of otherwise."""
-        record: Any = None
-        self._report.records += 1
-        try:
-            record = parse(line)
-            if record is BLANK:
-                self._report.records -= 1
-                return None
-            if not isinstance(record, dict):
-                raise RecordFault("JSON", f"a {type(record).__name__}; expected one JSON object a line")
-            # Two searches through the line, 27 µs each for 50 KB, instead of a look at each of its codes.
-            may_hold_booleans = b"true" in line or b"false" in line
-            audio = self._examine(record, self._rules, may_hold_booleans)
-            # Without its codes a record is a few hundred bytes. Holding 256 whole ones made parsing three times as
-            # slow: every list came from memory that no cache knew.
-            kept = record if self._keeps_records else {}
-            return _Pending(place, _identity(record), hashlib.sha256(line).digest(), kept, audio)
-        except RecordFault as fault:
-            self._leave_out(place, _identity(record), fault)
-            return None
-
-    def _settle(self, pending: list[_Pending]) -> Iterator[dict[str, Any]]:
+    def _settle(self, path: Path, pending: list[Examined]) -> Iterator[dict[str, Any]]:
         """Counts the positions of a batch, and yields what is kept of it."""
-        sizes = self._counter.count([item.audio for item in pending]) if pending else ()
-        for item, size in zip(pending, sizes):
+        right = [item.audio for item in pending if item.fault is None]
+        sizes = iter(self._counter.count(right) if right else ())
+        self._report.records += len(pending)
+        for item in pending:
+            place = Place(path, item.line)
+            size = RecordFault(*item.fault) if item.fault is not None else next(sizes)
             if isinstance(size, RecordFault):
-                self._leave_out(item.place, item.identity, size)
+                self._leave_out(place, item.identity, size)
             elif self._max_positions is not None and size.positions > self._max_positions:
                 problem = f"{size.positions} positions; at most {self._max_positions} are allowed"
-                self._leave_out(item.place, item.identity, RecordFault(TOO_LONG, problem))
+                self._leave_out(place, item.identity, RecordFault(TOO_LONG, problem))
             else:
-                self._keep(item, size)
-                yield item.record
+                self._keep(place, item, size)
+                yield item.whole_record()
 
-    def _keep(self, item: _Pending, size: Size) -> None:
+    def _keep(self, place: Place, item: Examined, size: Size) -> None:
         report = self._report
         if size.positions > self._longest:
             self._longest = size.positions
-            report.longest = (item.place, item.identity)
+            report.longest = (place, item.identity)
         report.positions.append(size.positions)
         report.supervised += size.supervised
         report.frames += size.frames
@@ -187,8 +155,8 @@ def check_files(
     Raises:
         DataError: a file cannot be read.
     """
-    check = RecordCheck(rules, counter, max_positions, keeps_records=False)
-    with reading_bar(files) as advance:
+    with examiners(rules, keeps_records=False, workers=workers_for(files)) as examine, reading_bar(files) as advance:
+        check = RecordCheck(counter, examine, max_positions)
         for path in files:
             for _ in check.read(path, advance):
                 pass
@@ -218,8 +186,3 @@ class reading_bar:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
-
-
-def _identity(record: Any) -> str:
-    found = record.get("id") if isinstance(record, dict) else None
-    return "none" if found is None else str(found)

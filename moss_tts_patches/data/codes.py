@@ -1,12 +1,13 @@
-"""Audio codes as they stand in a record: rectangular, integer, in range; one pass in C over each."""
+"""Audio codes as they stand in a record: rectangular, integer, in range; passes in C over all of them."""
 
 from __future__ import annotations
 
 from array import array
 from typing import Any
 
-import torch
+import numpy as np
 
+from .matrices import CodeMatrix
 from .rules import RecordFault, RecordRules
 
 
@@ -14,7 +15,7 @@ def check_codes(value: Any, field: str, rules: RecordRules, may_hold_booleans: b
     """Checks one audio and returns its number of frames.
 
     Args:
-        value: what JSON made of ``[frames, codebooks]``.
+        value: what JSON made of ``[frames, codebooks]``, or a matrix that was read apart.
         field: for the message.
         rules: the family's.
         may_hold_booleans: the line has a ``true`` or ``false`` somewhere, which C would take for 1 and 0.
@@ -22,6 +23,8 @@ def check_codes(value: Any, field: str, rules: RecordRules, may_hold_booleans: b
     Raises:
         RecordFault: it is no rectangle, or has other numbers than codes, or another number of codebooks.
     """
+    if isinstance(value, CodeMatrix):
+        return _check_matrix(value, field, rules)
     rows, columns = _shape(value, field)
     # 16 bits hold every codebook there is; 140 µs for 300 frames of 32 codes, half of what max() and min() take.
     flat = array("h")
@@ -33,9 +36,18 @@ def check_codes(value: Any, field: str, rules: RecordRules, may_hold_booleans: b
     if may_hold_booleans and any(isinstance(code, bool) for row in value for code in row):
         raise _first_wrong(value, field, rules)
     frames = _frames(rows, columns, field, rules)
-    low, high = torch.frombuffer(flat, dtype=torch.int16).aminmax()
-    if low < 0 or high >= min(rules.code_limits):
+    codes = np.frombuffer(flat, np.int16)
+    if codes.min() < 0 or codes.max() >= min(rules.code_limits):
         _check_each(value, field, rules, transposed=frames != rows)
+    return frames
+
+
+def _check_matrix(matrix: CodeMatrix, field: str, rules: RecordRules) -> int:
+    """Checks what is known to be a rectangle of integers that are not negative."""
+    rows, columns = matrix.values.shape
+    frames = _frames(rows, columns, field, rules)
+    if matrix.values.max() >= min(rules.code_limits):
+        _check_each(matrix.lists(), field, rules, transposed=frames != rows)
     return frames
 
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
 from .codes import check_codes
 from .rules import RecordFault, RecordRules, Size
+from .tokens import token_ids
 
 # UTF-8 bytes around a turn's text: end of the turn before, start, role (up to 9), line breaks.
 _TURN_BYTES = 40
@@ -116,7 +117,7 @@ class ConversationCounter:
         self._processor, self._tokenizer = processor, processor.tokenizer
         self._lead = int(processor.delay_tokens_len)
         self._system = len(processor.make_ensemble(None))
-        one_frame = torch.zeros((1, rules.codebooks), dtype=torch.int64).numpy()
+        one_frame = np.zeros((1, rules.codebooks), dtype=np.int64)
         self._system_with_voice = len(processor.make_ensemble(one_frame)) - 1
         self._prefix_tokens: dict[str, int] = {}
 
@@ -125,7 +126,7 @@ class ConversationCounter:
         prefixes = [_prefix(turn, index) for audio in batch for index, turn in enumerate(audio.turns)]
         texts = [turn.text for audio in batch for turn in audio.turns]
         whole = [prefix + text for prefix, text in zip(prefixes, texts)]
-        ids = self._tokenizer(texts + whole, return_attention_mask=False)["input_ids"]
+        ids = token_ids(self._tokenizer, texts + whole)
         lengths = iter(zip(prefixes, map(len, ids[: len(texts)]), map(len, ids[len(texts) :])))
         return [self._size(audio, [next(lengths) for _ in audio.turns]) for audio in batch]
 

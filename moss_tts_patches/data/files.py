@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import io
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -12,13 +13,16 @@ from typing import Any
 from ..errors import DataError
 from .rules import RecordFault
 
-try:  # 2.5 times as fast as json on audio codes; not required, since json gives the same records
+try:  # twice as fast as json on lines whose codes have to be looked at one by one; json gives the same records
     import orjson
 except ImportError:
     orjson = None  # type: ignore[assignment]
 
 #: What :func:`parse` returns for a line that holds nothing.
 BLANK = object()
+
+# Lines of 48 KB come out of Python's 8 KB in many pieces: 26 µs each, with this 10.
+_BUFFER_BYTES = 2**18
 
 _SHARD = re.compile(r"\.rank(\d+)-of-(\d+)\.jsonl$")
 
@@ -96,18 +100,37 @@ def read_lines(path: Path, advance: Callable[[int], object] | None = None) -> It
         advance: is told how many bytes were read.
     """
     number = 0
-    with open(path, "rb") as file:
+    with open(path, "rb", buffering=_BUFFER_BYTES) as file:
         for raw in file:
             if advance is not None:
                 advance(len(raw))
-            lines = [raw]
-            if b"\r" in raw:  # a lone carriage return ends a line too, and JSON has none within a record
-                lines = raw.replace(b"\r\n", b"\n").removesuffix(b"\n").replace(b"\r", b"\n").split(b"\n")
-            for line in lines:
+            for content in _split(raw):
                 number += 1
-                content = line.strip(b" \t\r\n")  # what JSON takes for blank
                 if content:
                     yield number, content
+
+
+def read_part(path: Path, start: int, stop: int) -> tuple[list[tuple[int, bytes]], int]:
+    """Returns a part's lines as :func:`read_lines` yields them, counted from 1, and how many there are with blanks.
+
+    Args:
+        path: a file.
+        start: where the part starts, in bytes; a line starts there.
+        stop: where it ends; a line ends there.
+    """
+    with open(path, "rb") as file:
+        file.seek(start)
+        raws = io.BytesIO(file.read(stop - start))
+    contents = [content for raw in raws for content in _split(raw)]
+    return [(number, content) for number, content in enumerate(contents, 1) if content], len(contents)
+
+
+def _split(raw: bytes) -> list[bytes]:
+    """Returns the lines within what a newline ends, without what JSON takes for blank."""
+    lines = [raw]
+    if b"\r" in raw:  # a lone carriage return ends a line too, and JSON has none within a record
+        lines = raw.replace(b"\r\n", b"\n").removesuffix(b"\n").replace(b"\r", b"\n").split(b"\n")
+    return [line.strip(b" \t\r\n") for line in lines]
 
 
 def parse(line: bytes) -> Any:

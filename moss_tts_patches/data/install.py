@@ -16,6 +16,7 @@ from typing import Any, Literal
 from ..errors import DataError, SeamError
 from .check import Counter, RecordCheck, make_counter, reading_bar
 from .files import files_of_rank, find_files, parse, read_lines
+from .pool import examiners, workers_for
 from .processors import model_config, training_processor
 from .report import DataReport, listed, skipped_values
 from .rules import RecordRules
@@ -108,8 +109,13 @@ def load_checked(
     compare_loaders(upstream)
     files = find_files(spec)
     own, sharded = files_of_rank(files, processes, rank)
-    check = RecordCheck(rules, counter, options.max_positions)
-    with _no_garbage_collection(), reading_bar(own, shown=rank == 0) as advance:
+    workers = workers_for(own, processes)
+    with (
+        _no_garbage_collection(),
+        examiners(rules, keeps_records=True, workers=workers) as examine,
+        reading_bar(own, shown=rank == 0) as advance,
+    ):
+        check = RecordCheck(counter, examine, options.max_positions)
         records = [record for path in own for record in check.read(path, advance)]
     report = check.finish()
     suffix = f".rank{rank:05d}-of-{processes:05d}" if sharded else ""

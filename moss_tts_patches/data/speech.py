@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from .codes import check_codes
+from .matrices import CodeMatrix
 from .rules import RecordFault, RecordRules, Size
+from .tokens import token_ids
 
 # What the trainers hand from a record to the prompt.
 PROMPT_FIELDS = ("text", "instruction", "tokens", "quality", "sound_event", "ambient_sound", "language")
@@ -81,6 +81,8 @@ def _coded_references(
 
     Source: upstream ``*/finetuning/dataset.py``, ``normalize_audio_code_list``.
     """
+    if isinstance(value, CodeMatrix):
+        return (check_codes(value, field, rules, may_hold_booleans),)
     if value in ("", []):
         return None
     if not isinstance(value, list):
@@ -89,9 +91,9 @@ def _coded_references(
         several = True
     else:
         first = value[0]
-        if not isinstance(first, list):
+        if not isinstance(first, (list, CodeMatrix)):
             raise RecordFault("reference", f"{field}[0] is a {type(first).__name__}; expected a list")
-        several = bool(first) and isinstance(first[0], list)
+        several = isinstance(first, CodeMatrix) or (bool(first) and isinstance(first[0], (list, CodeMatrix)))
     if not several:
         return (check_codes(value, field, rules, may_hold_booleans),)
     return tuple(
@@ -146,7 +148,7 @@ class SpeechCounter:
         """Returns one size a record, or what is wrong with its text."""
         prompts = [self._prompt(audio) for audio in batch]
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        ids = iter(self._tokenizer(texts, return_attention_mask=False)["input_ids"] if texts else [])
+        ids = iter(token_ids(self._tokenizer, texts))
         tokenized = [next(ids) if isinstance(prompt, str) else prompt for prompt in prompts]
         pieces = self._pieces(batch) if self._rules.prompt_in_pieces else itertools.repeat(None)
         return [
@@ -197,9 +199,7 @@ class SpeechCounter:
         text is encoded by itself, and what stands around it depends on the other fields only.
         """
         texts = [str(audio.fields.get("text", "")) for audio in batch]
-        own = (
-            self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"] if texts else []
-        )
+        own = token_ids(self._tokenizer, texts, add_special_tokens=False)
         return [self._around_text(audio) + 2 * len(audio.voices) + len(ids) for audio, ids in zip(batch, own)]
 
     def _answer_prompt(self) -> int:
@@ -213,6 +213,8 @@ class SpeechCounter:
         has_voices = bool(audio.voices)
         key = (has_voices, *((name, str(value)) for name, value in fields.items()))
         if key not in self._piecewise:
+            import torch  # upstream's processor takes tensors; what examines records does without
+
             voice = [torch.zeros((1, self._rules.codebooks), dtype=torch.int64)] if has_voices else None
             message = self._processor.build_user_message(reference=voice, text="", **fields)
             ids = self._processor([[message]], mode="generation", n_vq=self._rules.codebooks)["input_ids"]
