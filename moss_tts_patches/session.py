@@ -77,7 +77,7 @@ class Session:
         self.optimizer: Any = None
         self.adapters = adapters
         self.data = TrainingData(
-            DataOptions(settings.bad_records, settings.max_positions),
+            DataOptions(settings.bad_records, settings.max_positions, settings.corrects("prompt_length")),
             family.record_rules,
             log,
             HeldOut(settings.valid_jsonl, settings.valid_share),

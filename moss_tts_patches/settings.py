@@ -24,6 +24,8 @@ CORRECTIONS: dict[str, str] = {
     "recomputed one by one (upstream recomputes every layer as the last one: wrong gradients, same loss)",
     "padded_attention_rows": "moss_tts_local_v1.5: a padded query attends to itself (upstream leaves its row of the "
     "mask empty, which CUDA kernels turn into nan gradients: OpenMOSS/MOSS-TTS#196)",
+    "prompt_length": "moss_tts_local_v1.5: a record's labels begin at its first frame (upstream measures the prompt by "
+    "its parts, which may be a token longer than the whole: the first frame then has no label)",
     "learning_rate_steps": "N processes, all families but moss_tts_local_v1.5: the learning rate takes one step per "
     "optimizer step (upstream: N, so that its schedule ends after 1/N of the training)",
     "sharded_windows": "N processes with files sharded by rank (*.rankR-of-N.jsonl), all families but "

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from typer.testing import CliRunner
-from upstream_v15 import import_trainer
+from upstream_v15 import active, import_trainer
 
 from moss_tts_patches import cli
 from moss_tts_patches.data.check import UpperBounds, check_files
 from moss_tts_patches.data.files import files_of_rank, find_files
 from moss_tts_patches.data.install import DataOptions, compare_loaders, counting, load_checked
-from moss_tts_patches.errors import DataError
+from moss_tts_patches.errors import DataError, SeamError
 from moss_tts_patches.families import recognise_family
 from moss_tts_patches.loss.problem import IGNORE_INDEX
 
@@ -337,7 +337,7 @@ def test_the_trainers_data_set_lacks_what_is_skipped(
 def test_the_command_counts_as_the_trainer(upstream: Upstream, upstream_repo: Path) -> None:
     data = upstream.folder / "train.jsonl"
     arguments = [str(data), "--model-path", str(upstream.folder), "--json", "--repo", str(upstream_repo)]
-    done = CliRunner().invoke(cli.app, ["check-data", *arguments])
+    done = CliRunner().invoke(cli.app, ["check-data", *arguments], env={"MOSS_LOWMEM_CORRECTIONS": "none"})
     assert done.exit_code == 0, done.output
     values = json.loads(done.stdout)
     records = [json.loads(line) for line in data.read_text(encoding="utf-8").splitlines()]
@@ -346,3 +346,65 @@ def test_the_command_counts_as_the_trainer(upstream: Upstream, upstream_repo: Pa
     assert values["positions"]["total"] == sum(positions for positions, _ in real)
     assert values["positions"]["longest"] == max(real)[0]
     assert values["supervised_share"] == round(sum(n for _, n in real) / sum(n for n, _ in real), 4)
+
+
+# -- the correction of v1.5 ------------------------------------------------------------------------------------------
+
+
+def items(upstream: Upstream, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    dataset = upstream.dataset(records)
+    return [dataset[index] for index in range(len(dataset))]
+
+
+def labelled_frames(item: dict[str, Any], start_token: int) -> list[bool]:
+    """Whether each position after the token that opens the audio has a label, and those before it in front."""
+    opening = int((item["input_ids"][:, 0] == start_token).nonzero()[-1])
+    return [bool(item["loss_mask"][:opening].any()), *item["loss_mask"][opening:].tolist()]
+
+
+@pytest.mark.parametrize("upstream", ["moss_tts_local_v1.5"], indirect=True)
+def test_every_frame_is_learned(upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = upstream.shapes()
+    write(tmp_path / "a.jsonl", records)
+    start = upstream.processor.model_config.audio_start_token_id
+    before, load = items(upstream, records), upstream.trainer.load_jsonl_for_rank
+    with active(upstream.trainer, monkeypatch, preflight="0") as session:
+        after = items(upstream, records)
+        real = upstream.real_sizes(records)
+        session.data.load(
+            load,
+            vars(upstream.trainer),
+            upstream.arguments,
+            spec=str(tmp_path / "a.jsonl"),
+            processes=1,
+            rank=0,
+            output_folder=tmp_path,
+        )
+        assert list(session.data.checked.report.positions) == [positions for positions, _ in real]
+        assert session.data.checked.report.supervised == sum(supervised for _, supervised in real)
+    for item in after:
+        prompt, *audio = labelled_frames(item, start)
+        assert not prompt and all(audio)
+    assert all(torch.equal(ours["input_ids"], theirs["input_ids"]) for ours, theirs in zip(after, before))
+    # Control: upstream leaves the first frame of some without a label, and has some begin before the audio.
+    upstreams = [labelled_frames(item, start) for item in before]
+    right, late, early = ([False, True], [False, False], [True, True])
+    found = [labels[:2] for labels in upstreams]
+    assert found.count(late) >= 4 and found.count(early) >= 2 and found.count(right) >= 4
+    assert found.count(late) + found.count(early) + found.count(right) == len(records)
+    assert all(all(labels[2:]) for labels in upstreams)
+    with active(upstream.trainer, monkeypatch, preflight="0", corrections="none"):
+        uncorrected = items(upstream, records)
+    for ours, theirs in zip(uncorrected, before):
+        assert torch.equal(ours["loss_mask"], theirs["loss_mask"])
+
+
+@pytest.mark.parametrize("upstream", ["moss_tts_local_v1.5"], indirect=True)
+def test_items_of_another_make_are_refused(upstream: Upstream, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = upstream.trainer.MossTTSLocalV15SFTDataset
+    monkeypatch.setattr(dataset, "__getitem__", lambda self, index: {"input_ids": None})
+    with (
+        active(upstream.trainer, monkeypatch, preflight="0"),
+        pytest.raises(SeamError, match=r"items have no loss_mask.*MOSS_LOWMEM_CORRECTIONS"),
+    ):
+        upstream.dataset([upstream.record("x")])[0]

@@ -73,6 +73,7 @@ def _counting(
     from ..data.processors import load_processor, stored_config
     from ..errors import DataError
     from ..families import FAMILIES
+    from ..settings import load_settings
 
     config = None if model_path is None else stored_config(model_path)
     name = family if family is not None else _family_of(config)
@@ -80,6 +81,8 @@ def _counting(
     if problem is not None:
         raise DataError(problem.replace("MOSS_LOWMEM_FAMILY=", "--family "))
     rules = next(known for known in FAMILIES if known.name == name)().record_rules(config)
+    if load_settings().corrects("prompt_length"):
+        rules = rules.with_prompt_length()
     if model_path is None:
         return rules, make_counter(rules, None), "positions are upper bounds: --model-path gives the trainer's own"
     folders = [model_path]

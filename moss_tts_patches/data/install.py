@@ -34,10 +34,12 @@ class DataOptions:
     Attributes:
         bad_records: ``stop`` the run with a list, or ``skip`` them.
         max_positions: records with more are left out; None allows all.
+        corrects_prompt_length: see :meth:`.rules.RecordRules.with_prompt_length`.
     """
 
     bad_records: Literal["stop", "skip"] = "stop"
     max_positions: int | None = None
+    corrects_prompt_length: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,8 @@ class RecordRules:
             tokenizer makes at most one token of a byte, so it bounds the tokens where no tokenizer is at hand.
         text_growth: factor by which the family's own cleaning of a text can lengthen it, in bytes.
         loose_shape: codes may come as ``[codebooks, frames]`` too, and with more codebooks than are used.
-        prompt_in_pieces: the trainer measures the prompt by tokens of its parts and not of its whole.
+        prompt: how the trainer measures what has no labels: as the ``whole`` prompt that it would generate from, as its
+            ``parts`` tokenized one by one, or up to the token that opens the ``audio``.
     """
 
     layout: Literal["speech", "conversation"]
@@ -32,11 +33,15 @@ class RecordRules:
     template_bytes: int = 0
     text_growth: int = 1
     loose_shape: bool = False
-    prompt_in_pieces: bool = False
+    prompt: Literal["whole", "parts", "audio"] = "whole"
 
     @property
     def codebooks(self) -> int:
         return len(self.code_limits)
+
+    def with_prompt_length(self) -> RecordRules:
+        """Returns the rules of the trainer with the correction ``prompt_length``."""
+        return replace(self, prompt="audio") if self.prompt == "parts" else self
 
 
 class RecordFault(Exception):

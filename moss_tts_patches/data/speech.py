@@ -141,7 +141,7 @@ class SpeechCounter:
         self._placeholder = answer["content"]
         self._around_user = self._chat_around("user")
         self._answer_tokens = self._length(self._chat("assistant", self._block))
-        self._answer_prompt_tokens = 0 if rules.prompt_in_pieces else self._answer_prompt()
+        self._answer_prompt_tokens = 0 if rules.prompt == "parts" else self._answer_prompt()
         self._piecewise: dict[tuple[Any, ...], int] = {}
 
     def count(self, batch: Sequence[SpeechAudio]) -> list[Size | RecordFault]:
@@ -150,7 +150,7 @@ class SpeechCounter:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         ids = iter(token_ids(self._tokenizer, texts))
         tokenized = [next(ids) if isinstance(prompt, str) else prompt for prompt in prompts]
-        pieces = self._pieces(batch) if self._rules.prompt_in_pieces else itertools.repeat(None)
+        pieces = self._pieces(batch) if self._rules.prompt == "parts" else itertools.repeat(None)
         return [
             item if isinstance(item, RecordFault) else self._size(item, audio, piece)
             for item, audio, piece in zip(tokenized, batch, pieces)
@@ -178,7 +178,7 @@ class SpeechCounter:
         slots = None if voices is None else [None if frames is None else "" for frames in voices]
         return self._processor.build_user_message(reference=slots, **audio.fields)
 
-    def _size(self, ids: list[int], audio: SpeechAudio, prompt_in_pieces: int | None) -> Size | RecordFault:
+    def _size(self, ids: list[int], audio: SpeechAudio, prompt_in_parts: int | None) -> Size | RecordFault:
         rules = self._rules
         for token in (rules.audio_start, rules.audio_end):
             found = len(audio.voices) if token is None else ids.count(token)
@@ -188,7 +188,7 @@ class SpeechCounter:
         voices = sum(frames + rules.block_extra for frames in audio.voices)
         user = len(ids) + voices
         whole = user + self._answer_tokens + audio.frames + rules.block_extra
-        prompt = user + self._answer_prompt_tokens if prompt_in_pieces is None else prompt_in_pieces + voices
+        prompt = user + self._answer_prompt_tokens if prompt_in_parts is None else prompt_in_parts + voices
         # The batch drops the last position, labels the first.
         return Size(whole - 1, whole - prompt, audio.frames, audio.without_codes)
 
@@ -204,6 +204,8 @@ class SpeechCounter:
 
     def _answer_prompt(self) -> int:
         """Returns how many tokens of the answer belong to the prompt: it has no labels up to there."""
+        if self._rules.prompt == "audio":
+            return self._tokenizer.encode(self._chat("assistant", self._block)).index(self._rules.audio_start) + 1
         message = self._processor.build_user_message(text="x")
         prompt = self._processor([[message]], mode="generation", n_vq=self._rules.codebooks)["input_ids"].shape[1]
         return prompt - self._length(self._chat("user", message["content"]))

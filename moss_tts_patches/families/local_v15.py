@@ -53,6 +53,7 @@ class LocalV15Family(Family):
         Seam("get_scheduler"),
         Seam("load_jsonl_for_rank", ("spec", "world_size", "rank")),
         Seam("build_processor"),
+        Seam("MossTTSLocalV15SFTDataset"),
         Seam("load_training_model", ("accelerator", "model_path", "model_dtype", "attn_implementation")),
         Seam("configure_gradient_checkpointing", ("model", "scope", "use_reentrant", "impl")),
         Seam("compute_supervised_loss", ("model", *_BATCH)),
@@ -138,7 +139,7 @@ class LocalV15Family(Family):
             audio_start=getattr(config, "audio_start_token_id", 151669),
             audio_end=getattr(config, "audio_end_token_id", 151670),
             template_bytes=400,
-            prompt_in_pieces=True,
+            prompt="parts",
         )
 
     # -- patches -------------------------------------------------------------------------------------------------

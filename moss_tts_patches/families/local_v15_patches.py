@@ -1,4 +1,4 @@
-"""What MOSS-TTS-Local v1.5 has patched: four names of its trainer, and one method of its backbone's attention.
+"""What MOSS-TTS-Local v1.5 has patched: names of its trainer, a method of its backbone's attention, its data set.
 
 Facts about upstream in this file are from ``moss_tts_local_v1.5/`` at commit 58b20a0.
 """
@@ -30,6 +30,10 @@ def patch_trainer(session: RunHooks) -> None:
     ):
         upstream = getattr(session.trainer, name)
         session.ledger.apply(session.trainer, name, functools.wraps(upstream)(wrap(session, upstream)), reason)
+    if session.corrects("prompt_length"):
+        dataset = session.trainer.MossTTSLocalV15SFTDataset
+        packed = _labelled_from_first_frame(session, dataset.__getitem__)
+        session.ledger.apply(dataset, "__getitem__", packed, "labels from the first frame on")
 
 
 def unwrap(model: Any) -> Any:
@@ -137,6 +141,41 @@ def _mask_without_empty_rows(upstream: Callable[..., torch.Tensor]) -> Callable[
         return mask | (queries.unsqueeze(-1) == torch.arange(key_length, device=device))
 
     return _causal_attention_mask
+
+
+def _labelled_from_first_frame(session: RunHooks, upstream: Callable[..., Any]) -> Callable[..., Any]:
+    """Has the labels of a record begin right after the token that opens its audio.
+
+    Upstream takes for the prompt's length that of the prompt it would generate from, which it tokenizes in parts. The
+    record itself it tokenizes as a whole, and where the tokenizer joins a full stop and the line break after it, the
+    record is a token shorter than its parts: the first frame falls into the prompt. With an empty text it is a token
+    longer, and the token that opens the audio gets a label.
+
+    Source: upstream ``finetuning/dataset.py``, ``_pack_record``; ``processing_moss_tts.py``,
+    ``_build_generation_or_voice_clone_codes`` and ``_get_unified_codes``.
+    """
+
+    @functools.wraps(upstream)
+    def __getitem__(self: Any, index: int) -> dict[str, Any]:
+        item = upstream(self, index)
+        missing = {"input_ids", "loss_mask"} - set(item)
+        if missing:
+            raise SeamError(
+                f"seam sft.py.MossTTSLocalV15SFTDataset: its items have no {', '.join(sorted(missing))}, which the "
+                "correction prompt_length needs. Leave it out of MOSS_LOWMEM_CORRECTIONS, or upgrade moss_tts_patches."
+            )
+        text = item["input_ids"][:, 0]  # [positions]
+        opening = int((text == self.processor.model_config.audio_start_token_id).nonzero()[-1])
+        # The mask is over labels, of which the first is the second position.
+        mask = torch.arange(len(text) - 1) >= opening
+        if not torch.equal(mask, item["loss_mask"]):
+            session.say_once(
+                "correction=prompt_length labels begin at the first frame (upstream measures the prompt by its parts, "
+                "which leaves it without a label where a text's last token joins the line break)"
+            )
+        return {**item, "loss_mask": mask}
+
+    return __getitem__
 
 
 def _layer_checkpointing(session: RunHooks, upstream: Callable[..., Any]) -> Callable[..., Any]:

@@ -64,7 +64,7 @@ class TrainingData:
         Raises:
             DataError: a record is faulty, and faulty ones are not to be skipped.
         """
-        rules, counter, problem = counting(trainer, arguments, self._record_rules)
+        rules, counter, problem = counting(trainer, arguments, self._rules)
         if problem is not None:
             self._say(f"data positions=upper_bounds reason='{problem}'")
         self.checked = load_checked(
@@ -107,6 +107,10 @@ class TrainingData:
         self.dataset, self.collate = loader.dataset, loader.collate_fn
         self.batch_size = loader.batch_size or 1
         self.micro_batches = math.ceil(len(loader) / (1 if self.is_sharded else processes))
+
+    def _rules(self, config: Any) -> Any:
+        rules = self._record_rules(config)
+        return rules.with_prompt_length() if self._options.corrects_prompt_length else rules
 
     def try_longest(
         self, batch: dict[str, Any], run: Callable[[dict[str, Any]], object], drop_gradients: Callable[[], object]
