@@ -113,7 +113,7 @@ def load_checked(
     own, sharded = files_of_rank(files, processes, rank)
     workers = workers_for(own, processes)
     with (
-        _no_garbage_collection(),
+        no_garbage_collection(),
         examiners(rules, keeps_records=True, workers=workers) as examine,
         reading_bar(own, shown=rank == 0) as advance,
     ):
@@ -208,7 +208,7 @@ def _plain(loaded: Loaded) -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     """Records are millions of lists without cycles; the collector would walk over them again and again."""
     was_on = gc.isenabled()
     gc.disable()
