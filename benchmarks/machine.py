@@ -1,10 +1,15 @@
-"""What a figure was measured with: versions, date and machine, in the head of every result file."""
+"""What a figure was measured with: versions, seed, date and machine, in the head of every result file.
+
+``python benchmarks/machine.py`` prints it.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
+import subprocess
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path
@@ -12,21 +17,32 @@ from typing import Any
 
 import torch
 
-GIB = 2**30
+GIB, TFLOP = 2**30, 10**12
+SEED = 0
 
 
-def describe_run(packages: Iterable[str], device: torch.device) -> dict[str, Any]:
-    """Returns date, versions and hardware, without anything that names this machine.
+def describe_run(packages: Iterable[str], device: torch.device, repository: Path | None = None) -> dict[str, Any]:
+    """Returns date, seed, versions and hardware, without anything that names this machine.
 
     Args:
         packages: distributions whose versions matter; one that is not installed is listed as None.
         device: where the run computes.
+        repository: upstream's checkout, where the run uses it: its commit is a version too.
     """
     return {
         "date": date.today().isoformat(),
+        "seed": SEED,
+        **({} if repository is None else {"upstream": upstream_commit(repository)}),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
         "machine": _hardware(device),
     }
+
+
+def upstream_commit(repository: Path) -> str | None:
+    """Returns the checkout's short commit; None where it is no git checkout."""
+    command = ["git", "-C", str(repository), "rev-parse", "--short=7", "HEAD"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None
 
 
 def _version(package: str) -> str | None:
@@ -56,3 +72,9 @@ def _processor() -> str:
         return platform.processor()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor()
+
+
+if __name__ == "__main__":
+    packages = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "triton")
+    checkout = Path(os.environ["MOSS_TTS_REPO"]) if "MOSS_TTS_REPO" in os.environ else None
+    print(json.dumps(describe_run(packages, torch.device("cuda" if torch.cuda.is_available() else "cpu"), checkout)))

@@ -14,15 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
-import transformers
+from machine import describe_run
 
 from moss_tts_patches.families import FAMILIES
 from moss_tts_patches.families.family import Family
@@ -32,6 +29,7 @@ from moss_tts_patches.memory.upstream_source import SOURCES, load_classes, train
 GIB = 2**30
 SUPERVISED_SHARE = 350 / 600  # of the positions: a 7 s reference and prompt before 28 s of speech, as in the design
 
+PACKAGES = ("torch", "transformers", "accelerate")
 FIGURES = ("peak_bytes", "backward_peak_bytes", "host_bytes", "matmul_flops", "attention_flops")
 
 RUNGS = {
@@ -100,18 +98,12 @@ def main() -> None:
             f"MOSS_TTS_REPO={repository!r}: expected a MOSS-TTS checkout. "
             "Get it with: git clone https://github.com/OpenMOSS/MOSS-TTS"
         )
-    versions = {
-        "date": date.today().isoformat(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "accelerate": accelerate.__version__,
-    }
-    print(" ".join(f"{key}={value}" for key, value in versions.items()))
+    head = describe_run(PACKAGES, torch.device("cpu"), Path(repository))
+    print(json.dumps(head))
     family = families[arguments.family]()
     rows = measure(Path(repository), family, arguments.size, arguments.positions, arguments.only)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ temporaries: the weight is unpacked to 16 bit for each product, forward and back
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -76,8 +78,14 @@ class _UnpackedProduct(torch.autograd.Function):
             return gradient @ ctx.layer.unpacked().to(gradient.dtype), None
 
 
-def _give_places(model: nn.Module) -> None:
-    """Puts what stands on the meta device beside the rest of the model, in float32."""
+@contextlib.contextmanager
+def injected_without_values(model: nn.Module) -> Iterator[None]:
+    """Lets PEFT inject adapters into a model of fake tensors; they stand beside the rest afterwards, in float32.
+
+    On the meta device PEFT leaves out its ``module.to(device, dtype)``, which torch cannot do to a fake tensor.
+    """
+    with torch.device("meta"):
+        yield
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter.device.type == "meta":
@@ -101,7 +109,5 @@ class AdapterShape:
             for name in quantised_modules(model, family.adapter_groups):
                 parent, _, attribute = name.rpartition(".")
                 setattr(model.get_submodule(parent), attribute, FourBitStandIn(model.get_submodule(name)))  # type: ignore[arg-type]
-        # On the meta device PEFT leaves out its module.to(device, dtype), which torch cannot do to a fake tensor.
-        with torch.device("meta"):
+        with injected_without_values(model):
             inject(model, self.plan, family.adapter_groups, base_model="simulated", seed=0)
-        _give_places(model)

@@ -177,6 +177,7 @@ def simulate_upstream(
     checkpointing: bool,
     forward: Any = None,
     enable_checkpointing: Callable[[Any], None] = lambda model: model.gradient_checkpointing_enable(),
+    shape_model: ShapeModel | None = None,
     layers: int | None = None,
 ) -> StepFigures:
     """Simulates upstream's own step as accelerate runs it: autocast, outputs converted to float32, torch's AdamW.
@@ -190,6 +191,7 @@ def simulate_upstream(
         forward: upstream's forward where the class has been patched, or where the trainer computes the loss; by default
             the class's own.
         enable_checkpointing: what upstream's trainer does to the model for it.
+        shape_model: as for :func:`simulate_rung`; for other people's scripts around upstream's forward.
         layers: keep only that many layers of the backbone.
     """
     from accelerate.utils.operations import convert_to_fp32
@@ -198,6 +200,9 @@ def simulate_upstream(
         model = _build(family, model_class, config, tracker, layers)
         for parent, attribute in family.unread_embeddings(model):
             getattr(parent, attribute).weight.requires_grad_(False)  # upstream freezes what it never reads
+        if shape_model is not None:
+            shape_model(family, model)
+            tracker.watch([*model.parameters(), *model.buffers()], WEIGHTS)
         if checkpointing:
             enable_checkpointing(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=False)
