@@ -72,7 +72,7 @@ def main() -> None:
             print(f"{name:22} {size:5} {method:6} {peak:6.2f} GiB {flops:6.2f} TFLOP", flush=True)
     if arguments.json:
         arguments.json.write_text(
-            json.dumps({**describe_run(PACKAGES, torch.device("cpu")), "rows": rows}, indent=1) + "\n"
+            json.dumps({**describe_run(PACKAGES, torch.device("cpu"), repository), "rows": rows}, indent=1) + "\n"
         )
 
 

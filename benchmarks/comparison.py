@@ -44,7 +44,7 @@ MODELS = {
     "v1.5-4b": ("moss_tts_local_v1.5", "4b"),
     "realtime-1.7b": ("moss_tts_realtime", "1.7b"),
 }
-POSITIONS = (300, 600, 1500, 3000)
+POSITIONS = (300, 600, 3000)
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Row:
 
     Attributes:
         simulation: ``full`` or ``composed``.
-        activation_bytes: what the peak has beside weights, gradients and states.
+        activation_bytes: the most that forward and backward have beside weights, gradients and states; not for composed
+            figures, which know what stands at the peak of the step only.
     """
 
     model: str
@@ -65,7 +66,7 @@ class Row:
     host_bytes: float
     matmul_flops: float
     attention_flops: float
-    activation_bytes: float
+    activation_bytes: float | None
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -87,7 +88,7 @@ def upstream_rows(subject: Subject, model: str) -> Iterator[Row]:
         (LORA_SCRIPT, {"checkpointing": True, "shape_model": adapt_simulated, "enable_checkpointing": script}),
     ):
         figures = simulate_upstream(*arguments, **{**options, **more})
-        parts = figures.categories
+        moments = [phase.peak for part, phase in figures.phases.items() if part != "step"]
         yield Row(
             model,
             batch.positions,
@@ -98,7 +99,7 @@ def upstream_rows(subject: Subject, model: str) -> Iterator[Row]:
             figures.host_bytes,
             figures.matmul_flops,
             figures.attention_flops,
-            parts.activations + parts.largest_temporary,
+            max(moment.activations + moment.largest_temporary for moment in moments),
         )
 
 
@@ -108,7 +109,6 @@ def our_rows(subject: Subject, model: str, cache: PlanCache) -> Iterator[Row]:
     tracer = Tracer(dataclasses.replace(subject, shapes=adapter_shapes()), cache)
     for rung in list_rungs({}, has_depth=tracer.has_depth()):
         figures = tracer.figures(rung)
-        parts = figures.categories
         yield Row(
             model,
             batch.positions,
@@ -119,7 +119,7 @@ def our_rows(subject: Subject, model: str, cache: PlanCache) -> Iterator[Row]:
             round(figures.host_total()),
             round(figures.matmul_flops),
             round(figures.attention_flops),
-            round(parts.activations + parts.largest_temporary),
+            None,
         )
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Draws docs/images/memory.png from the figures that benchmarks/memory.py has written.
+"""Draws docs/images/memory.png, peak memory by length, from the figures of benchmarks/comparison.py.
 
-python benchmarks/plot_memory.py [benchmarks/results/memory-local.json] [docs/images/memory.png]
+python benchmarks/plot_memory.py [benchmarks/results/comparison.json] [docs/images/memory.png]
 """
 
 from __future__ import annotations
@@ -9,53 +9,78 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from comparison import LORA_SCRIPT, MODELS, OUTPUT, POSITIONS, ROOT, Row, read_rows
+from machine import GIB
 
-ROOT = Path(__file__).resolve().parents[1]
-GIB = 2**30
-NAMES = {
-    "upstream, checkpointing": "official, with its --gradient-checkpointing",
-    "staged": "staged",
-    "staged, gradients on host": "staged, gradients in RAM",
-    "staged, both on host": "staged, gradients and optimizer states in RAM",
-    "staged, both and idle weights on host": "the same, idle weights in RAM too",
+TITLES = {
+    "local-1.7b": "MOSS-TTS-Local 1.7B",
+    "delay-8b": "MOSS-TTS (delay) 8B",
+    "v1.5-4b": "MOSS-TTS-Local v1.5 4B",
+    "realtime-1.7b": "MOSS-TTS-Realtime 1.7B",
 }
-COLOURS = ("#9a3b3b", "#2f5d8a", "#3f7cad", "#5f9ecb", "#8cbcdc")
+# Name of a row, or of the one that stands for it where there is no depth model; label, colour, form of the line.
+LINES = (
+    (("upstream",), "official, all weights", "#d08a8a", "-"),
+    (("upstream-checkpointing",), "official, checkpointing", "#9a3b3b", "-"),
+    ((LORA_SCRIPT,), "LoRA script (PEFT, checkpointing)", "#c7812b", "--"),
+    (("full-fused", "full-staged"), "ours, all weights, all on the GPU", "#1f4468", "-"),
+    (("full-staged-host-gradients+states",), "ours, all weights, stores in RAM", "#3f7cad", "-"),
+    (("full-staged-host-gradients+states+weights",), "ours, idle weights in RAM too", "#8cbcdc", "-"),
+    (("qlora-fused", "qlora-staged"), "ours, QLoRA", "#3d8a5f", "--"),
+)
+CARDS_GIB = (8, 16, 24, 48, 80)
+
+
+def draw(axes: Any, model: str, rows: dict[tuple[str, int, str], Row], *, large: bool) -> None:
+    """Draws one model's lines."""
+    for names, label, colour, form in LINES:
+        name = next(name for name in names if (model, POSITIONS[0], name) in rows)
+        peaks = [rows[model, count, name].peak_bytes / GIB for count in POSITIONS]
+        axes.plot(POSITIONS, peaks, form, color=colour, marker="o", markersize=4, linewidth=2, label=label)
+        if large:
+            axes.text(POSITIONS[-1] + 40, peaks[-1], f"{peaks[-1]:.1f}", color=colour, va="center", fontsize=9)
+            axes.text(POSITIONS[1], peaks[1] * 1.03, f"{peaks[1]:.1f}", color=colour, ha="center", fontsize=9)
+    axes.set_yscale("log", base=2)
+    top = axes.get_ylim()[1]
+    for card in CARDS_GIB:
+        if card < top:
+            axes.axhline(card, color="#999999", linewidth=0.7, linestyle=":", zorder=0)
+    axes.set_yticks([2, 4, *(card for card in CARDS_GIB if card < top)])
+    axes.get_yaxis().set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.minorticks_off()
+    axes.set_xticks(POSITIONS if large else POSITIONS[1:])
+    axes.set_title(TITLES[model], loc="left", fontsize=13 if large else 11)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def main() -> None:
+    """Reads, draws, writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("figures", type=Path, nargs="?", default=ROOT / "benchmarks/results/memory-local.json")
+    parser.add_argument("figures", type=Path, nargs="?", default=OUTPUT)
     parser.add_argument("image", type=Path, nargs="?", default=ROOT / "docs/images/memory.png")
     arguments = parser.parse_args()
-    document = json.loads(arguments.figures.read_text())
-    rows = {(row["name"], row["positions"]): row["peak_bytes"] / GIB for row in document["rows"]}
-    positions = sorted({count for _, count in rows})
-    figure, axes = plt.subplots(figsize=(12, 5.2), dpi=100)
-    height = 0.8 / len(positions)
-    for index, name in enumerate(NAMES):
-        for step, count in enumerate(positions):
-            value, y = rows[name, count], index + step * height - 0.4 + height / 2
-            axes.barh(y, value, height * 0.92, color=COLOURS[index], alpha=1.0 if step == 0 else 0.6)
-            axes.text(value + 0.3, y, f"{value:.1f} GiB  ({count} positions)", va="center", fontsize=10)
-    axes.set_yticks(range(len(NAMES)), list(NAMES.values()))
-    axes.invert_yaxis()
-    for card in (8, 12, 16, 24):
-        axes.axvline(card, color="#888888", linewidth=0.8, linestyle=":")
-        axes.text(card, -0.62, f"{card} GB", ha="center", fontsize=9, color="#555555")
-    axes.set_xlabel("peak GPU memory of a training step, all weights trained, batch 1 (GiB, simulated)")
-    official, least = (rows[name, positions[0]] for name in (next(iter(NAMES)), list(NAMES)[-1]))
-    title = f"All weights of MOSS-TTS-Local 1.7B: from {official:.0f} GiB to {least:.1f} GiB (dotted: cards)"
-    axes.set_title(title, loc="left", pad=28, fontsize=14)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
+    document = json.loads(arguments.figures.read_text(encoding="utf-8"))
+    rows = {row.key: row for row in read_rows(document)}
+    first, *others = MODELS
+    figure = plt.figure(figsize=(12, 6.2), dpi=100)
+    grid = figure.add_gridspec(len(others), 2, width_ratios=(2.1, 1), hspace=0.5, wspace=0.14)
+    large = figure.add_subplot(grid[:, 0])
+    draw(large, first, rows, large=True)
+    large.set_xlabel("positions of the record (600: about 28 s of speech)")
+    large.set_ylabel("peak GPU memory of a training step, batch 1 (GiB, simulated)")
+    large.legend(loc="upper left", fontsize=9, frameon=False, ncol=2)
+    large.set_ylim(top=large.get_ylim()[1] * 1.9)
+    for place, model in enumerate(others):
+        draw(figure.add_subplot(grid[place, 1]), model, rows, large=False)
     arguments.image.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(arguments.image)
-    print(f"wrote {arguments.image.relative_to(ROOT)} from figures of {document['versions']['date']}")
+    figure.savefig(arguments.image, bbox_inches="tight")
+    print(f"wrote {arguments.image} from figures of {document['date']}")
 
 
 if __name__ == "__main__":
