@@ -15,7 +15,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ MODELS = {
     "v1.5-4b": ("moss_tts_local_v1.5", "4b"),
     "realtime-1.7b": ("moss_tts_realtime", "1.7b"),
 }
-POSITIONS = (300, 600, 3000)
+POSITIONS = (300, 600, 1500, 3000)
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,12 @@ def main() -> None:
 def read_rows(document: dict[str, Any]) -> list[Row]:
     """Returns the rows of a results file."""
     return [Row(**entry) for entry in document["rows"]]
+
+
+def lengths_of(rows: Iterable[Row]) -> list[int]:
+    """The lengths at which every model was simulated, the shortest first."""
+    found = {(row.model, row.positions) for row in rows}
+    return sorted(count for count in {count for _, count in found} if all((model, count) in found for model in MODELS))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Writes docs/memory.md: every way to train each family beside upstream, simulated at full size.
+"""Every way to train each family beside upstream, simulated at full size; writes docs/memory.md from it.
 
-    MOSS_TTS_REPO=/path/to/MOSS-TTS python benchmarks/ladders.py [--output docs/memory.md] [--positions 600]
+    MOSS_TTS_REPO=/path/to/MOSS-TTS python benchmarks/ladders.py [--positions 600]
+    python benchmarks/ladders.py --page-only    # from benchmarks/results/ladders.json
 
 No GPU, no weights, no download; about a minute and a half a model the first time, then from the planner's cache.
 """
@@ -9,14 +10,16 @@ No GPU, no weights, no download; about a minute and a half a model the first tim
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import platform
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import torch
+from machine import describe_run
+from memory import SUPERVISED_SHARE
 
 from moss_tts_patches.adapters.shapes import adapter_shapes
 from moss_tts_patches.memory.figures import RungFigures
@@ -30,7 +33,8 @@ from moss_tts_patches.memory.show_plan import REFERENCE, assess_ladder, cheapest
 from moss_tts_patches.memory.upstream_source import SOURCES
 
 ROOT = Path(__file__).resolve().parents[1]
-SUPERVISED_SHARE = 350 / 600  # a 7 s reference and prompt before 28 s of speech
+RESULTS, PAGE = ROOT / "benchmarks/results/ladders.json", ROOT / "docs/memory.md"
+PACKAGES = ("torch", "transformers", "accelerate")
 CARDS_GIB = (6, 8, 12, 16, 24, 48, 80)
 HOST_GIB = 64
 ACCUMULATION = 8
@@ -74,34 +78,44 @@ def choice(ladder: FullLadder, card_gib: int) -> str:
     return "nothing fits" if found is None else f"`{found.figures.rung.name}`, {found.margin / GIB:.1f} GiB free"
 
 
-def versions() -> Mapping[str, str]:
-    names = ("torch", "transformers", "accelerate")
-    return {"python": platform.python_version(), **{name: version(name) for name in names}}
+def measure(repository: Path | None, batch: MicroBatch) -> dict[str, Any]:
+    """Simulates every released model; returns what belongs into the results file."""
+    SHAPES.update(adapter_shapes())
+    cache = PlanCache(user_cache_folder(os.environ, Path.home()))
+    models = []
+    for name, source in SOURCES.items():
+        for size in source.sizes:
+            print(f"{name} {size}", file=sys.stderr, flush=True)
+            ladder = simulate_ladder(Wanted(name, size, None, repository, batch, {}), cache)
+            models.append({"family": name, "size": size, **ladder.to_document()})
+    head = describe_run(PACKAGES, torch.device("cpu"), repository)
+    return {**head, "batch": asdict(batch), "models": models}
+
+
+def page(document: dict[str, Any]) -> str:
+    """Returns docs/memory.md."""
+    batch = MicroBatch(**document["batch"])
+    introduction = INTRODUCTION.format(
+        batch=f"1 record of {batch.positions} positions, {batch.supervised} supervised",
+        reference=REFERENCE,
+        date=document["date"],
+        versions=", ".join(f"{name} {number}" for name, number in document["versions"].items()),
+    )
+    models = document["models"]
+    sections = (section(entry["family"], entry["size"], FullLadder.from_document(entry)) + "\n" for entry in models)
+    return "\n".join([introduction, *sections])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=ROOT / "docs/memory.md")
     parser.add_argument("--positions", type=int, default=600)
+    parser.add_argument("--page-only", action="store_true")
     arguments = parser.parse_args()
-    SHAPES.update(adapter_shapes())
-    batch = MicroBatch(1, arguments.positions, round(arguments.positions * SUPERVISED_SHARE))
-    repository = Path(os.environ["MOSS_TTS_REPO"]) if "MOSS_TTS_REPO" in os.environ else None
-    cache = PlanCache(user_cache_folder(os.environ, Path.home()))
-    parts = [
-        INTRODUCTION.format(
-            batch=f"1 record of {batch.positions} positions, {batch.supervised} supervised",
-            reference=REFERENCE,
-            date=date.today().isoformat(),
-            versions=", ".join(f"{name} {number}" for name, number in versions().items()),
-        )
-    ]
-    for name, source in SOURCES.items():
-        for size in source.sizes:
-            print(f"{name} {size}", file=sys.stderr, flush=True)
-            wanted = Wanted(name, size, None, repository, batch, {})
-            parts.append(section(name, size, simulate_ladder(wanted, cache)) + "\n")
-    arguments.output.write_text("\n".join(parts), encoding="utf-8")
+    if not arguments.page_only:
+        batch = MicroBatch(1, arguments.positions, round(arguments.positions * SUPERVISED_SHARE))
+        repository = Path(os.environ["MOSS_TTS_REPO"]) if "MOSS_TTS_REPO" in os.environ else None
+        RESULTS.write_text(json.dumps(measure(repository, batch), indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from comparison import LORA_SCRIPT, MODELS, POSITIONS, Row, read_rows
+from comparison import LORA_SCRIPT, MODELS, Row, lengths_of, read_rows
 from machine import GIB, TFLOP
 
 from moss_tts_patches.memory.rungs import UpstreamRung
@@ -61,7 +61,7 @@ def write_memory(comparison: dict[str, Any], zero: dict[str, Any], local: dict[s
 
 def model_table(model: str, rows: dict[tuple[str, int, str], Row]) -> str:
     """One line for each way to train one model."""
-    lengths = [str(count) for count in POSITIONS]
+    lengths = lengths_of(rows.values())
     header = [
         "",
         *(f"GPU {count}" for count in lengths),
@@ -74,7 +74,7 @@ def model_table(model: str, rows: dict[tuple[str, int, str], Row]) -> str:
     reference = rows[model, SHORT, REFERENCE]
     names = [name for kept, count, name in rows if kept == model and count == SHORT]
     for name in names:
-        found = [rows[model, count, name] for count in POSITIONS]
+        found = [rows[model, count, name] for count in lengths]
         short = rows[model, SHORT, name]
         cells = [
             *(f"{row.peak_bytes / GIB:.2f}" for row in found),

@@ -15,7 +15,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from comparison import LORA_SCRIPT, MODELS, OUTPUT, POSITIONS, ROOT, Row, read_rows
+from comparison import LORA_SCRIPT, MODELS, OUTPUT, ROOT, Row, lengths_of, read_rows
 from machine import GIB
 
 TITLES = {
@@ -39,13 +39,14 @@ CARDS_GIB = (8, 16, 24, 48, 80)
 
 def draw(axes: Any, model: str, rows: dict[tuple[str, int, str], Row], *, large: bool) -> None:
     """Draws one model's lines."""
+    lengths = lengths_of(rows.values())
     for names, label, colour, form in LINES:
-        name = next(name for name in names if (model, POSITIONS[0], name) in rows)
-        peaks = [rows[model, count, name].peak_bytes / GIB for count in POSITIONS]
-        axes.plot(POSITIONS, peaks, form, color=colour, marker="o", markersize=4, linewidth=2, label=label)
+        name = next(name for name in names if (model, lengths[0], name) in rows)
+        peaks = [rows[model, count, name].peak_bytes / GIB for count in lengths]
+        axes.plot(lengths, peaks, form, color=colour, marker="o", markersize=4, linewidth=2, label=label)
         if large:
-            axes.text(POSITIONS[-1] + 40, peaks[-1], f"{peaks[-1]:.1f}", color=colour, va="center", fontsize=9)
-            axes.text(POSITIONS[1], peaks[1] * 1.03, f"{peaks[1]:.1f}", color=colour, ha="center", fontsize=9)
+            axes.text(lengths[-1] + 40, peaks[-1], f"{peaks[-1]:.1f}", color=colour, va="center", fontsize=9)
+            axes.text(lengths[1], peaks[1] * 1.03, f"{peaks[1]:.1f}", color=colour, ha="center", fontsize=9)
     axes.set_yscale("log", base=2)
     top = axes.get_ylim()[1]
     for card in CARDS_GIB:
@@ -54,7 +55,7 @@ def draw(axes: Any, model: str, rows: dict[tuple[str, int, str], Row], *, large:
     axes.set_yticks([2, 4, *(card for card in CARDS_GIB if card < top)])
     axes.get_yaxis().set_major_formatter(plt.FuncFormatter(lambda value, _: f"{value:g}"))
     axes.minorticks_off()
-    axes.set_xticks(POSITIONS if large else POSITIONS[1:])
+    axes.set_xticks(lengths if large else lengths[1:])
     axes.set_title(TITLES[model], loc="left", fontsize=13 if large else 11)
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -21,6 +21,7 @@ GIB = 2**30
 sys.path.insert(0, str(BENCHMARKS))
 import comparison  # noqa: E402
 import gpu  # noqa: E402
+import ladders  # noqa: E402
 import memory  # noqa: E402
 import memory_section  # noqa: E402
 import page  # noqa: E402
@@ -36,6 +37,13 @@ def results(name):
 def test_the_page_is_what_the_results_say():
     """Reproduce with ``python benchmarks/page.py``."""
     assert page.PAGE.read_text(encoding="utf-8") == page.text()
+
+
+def test_the_page_of_ladders_is_what_the_results_say():
+    """Reproduce with ``python benchmarks/ladders.py --page-only``."""
+    if not ladders.RESULTS.exists():
+        pytest.skip("benchmarks/results has no ladders.json: python benchmarks/ladders.py")
+    assert ladders.PAGE.read_text(encoding="utf-8") == ladders.page(results("ladders"))
 
 
 def test_without_results_the_page_says_so_row_by_row(tmp_path):
@@ -182,7 +190,8 @@ def test_all_models_lengths_and_ways_are_there():
     names = {}
     for row in rows:
         names.setdefault((row.model, row.positions), set()).add(row.name)
-    assert set(names) == {(model, count) for model in comparison.MODELS for count in comparison.POSITIONS}
+    assert set(names) == {(model, count) for model in comparison.MODELS for count in comparison.lengths_of(rows)}
+    assert {300, 600, 3000} <= {count for _, count in names}
     for (model, _), found in names.items():
         assert found == names[model, 600]
         assert {"upstream", "upstream-checkpointing", comparison.LORA_SCRIPT} < found
