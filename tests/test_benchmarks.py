@@ -236,9 +236,12 @@ def test_what_was_promised(name):
 
 @pytest.mark.upstream
 def test_the_promised_rows_simulated_again(upstream_repo, torchaudio_stub):
-    """In full; the file is what ``python benchmarks/memory.py`` writes."""
+    """In full; FLOPs and RAM to the unit, bytes to what a table of another size in some module may shift."""
     known = {row["name"]: row for row in results("memory-local")["rows"] if row["positions"] == 600}
     names = ["upstream, checkpointing", *PROMISED]
     family = next(known for known in memory.FAMILIES if known.name == "moss_tts_local")()
     for row in memory.measure(upstream_repo, family, None, [600], names):
-        assert row == known[row["name"]]
+        expected = known[row["name"]]
+        for size in ("peak_bytes", "backward_peak_bytes"):
+            assert row.pop(size) == pytest.approx(expected.pop(size), rel=TOLERANCES["planner_relative"])
+        assert row == expected
