@@ -236,7 +236,7 @@ def test_what_was_promised(name):
 
 @pytest.mark.upstream
 def test_the_promised_rows_simulated_again(upstream_repo, torchaudio_stub):
-    """In full; FLOPs and RAM to the unit, bytes to what a table of another size in some module may shift."""
+    """In full; FLOPs and RAM to the unit, bytes but for the batch (158,400 of them), which older files do not count."""
     known = {row["name"]: row for row in results("memory-local")["rows"] if row["positions"] == 600}
     names = ["upstream, checkpointing", *PROMISED]
     family = next(known for known in memory.FAMILIES if known.name == "moss_tts_local")()
