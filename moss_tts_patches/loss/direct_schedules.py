@@ -65,19 +65,20 @@ def staged(
     """Depth model forward for all frames, heads one by one over all frames, then the depth model back by chunks.
 
     The buffer of depth outputs is overwritten, position by position, with their gradients: the outputs are computed
-    again anyway.
+    again anyway, except those of the last chunk, whose graph is kept.
 
     Returns:
         ``(sums [channels] float32, gradient of hidden [frames, hidden])``, the gradient times ``scale``.
     """
     chunks = list(_chunks(hidden.shape[0], options.chunk_frames))
-    outputs, states = _all_depth_outputs(problem, hidden, chunks)
+    outputs, states, kept = _all_depth_outputs(problem, hidden, chunks)
     sums = _heads_over_all_frames(problem, outputs, problem.coefficients * scale, store, options.logits_at_once)
     if problem.depth is None:
         return sums, _distribute(problem, outputs, store)
     after = RandomState.capture(hidden.device)
     gradients = _input_gradient_buffer(problem, hidden)
     with store.chunk_sums(problem.depth.trainable_parameters()):
+        gradients[chunks[-1]] = _depth_backward(*kept.pop(), outputs[chunks[-1]])
         for rows, state in zip(chunks, states):
             state.restore()
             inputs, recomputed = _depth_forward(problem, hidden, rows)
@@ -89,21 +90,32 @@ def staged(
 
 def _all_depth_outputs(
     problem: FrameLoss, hidden: torch.Tensor, chunks: list[slice]
-) -> tuple[torch.Tensor, list[RandomState]]:
-    """Returns the depth model's outputs ``[frames, positions, depth hidden]`` and the random state of each chunk."""
+) -> tuple[torch.Tensor, list[RandomState], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Runs the depth model over all frames.
+
+    Returns:
+        Its outputs ``[frames, positions, depth hidden]``; the random state of each chunk that will be computed again;
+        and, in a list that the caller can empty, inputs and outputs of the last chunk with their graph.
+    """
     if problem.depth is None:
-        return heads.depth_inputs(problem, hidden, slice(None)), []
+        return heads.depth_inputs(problem, hidden, slice(None)), [], []
+    *others, last = chunks  # a family passes at least one frame
     outputs: torch.Tensor | None = None
     states = []
-    for rows in chunks:
+    for rows in others:
         states.append(RandomState.capture(hidden.device))
         with heads.forward_precision(hidden.device), torch.no_grad():
             part = problem.depth(heads.depth_inputs(problem, hidden, rows))
-        if outputs is None:
-            outputs = part.new_empty((hidden.shape[0], *part.shape[1:]))
+        outputs = _buffer_like(part, hidden.shape[0]) if outputs is None else outputs
         outputs[rows] = part
-    assert outputs is not None  # a family passes at least one frame
-    return outputs, states
+    kept = _depth_forward(problem, hidden, last)
+    outputs = _buffer_like(kept[1], hidden.shape[0]) if outputs is None else outputs
+    outputs[last] = kept[1].detach()
+    return outputs, states, [kept]
+
+
+def _buffer_like(part: torch.Tensor, frames: int) -> torch.Tensor:
+    return part.new_empty((frames, *part.shape[1:]))
 
 
 def _heads_over_all_frames(

@@ -4,7 +4,8 @@ Three schedules of the same mathematics (design, section 2), in units of one for
 
 * ``fused``: depth model and heads of one chunk together, 3 units, holds the depth gradients during the forward;
 * ``staged``: depth forward for all chunks, heads channel by channel over all frames, then depth recomputed and
-  back-propagated chunk by chunk; 4 units, and every head's and adapter's gradient is complete after one product;
+  back-propagated chunk by chunk; 4 units, 3 for the last chunk, which is kept; and every head's and adapter's gradient
+  is complete after one product;
 * ``autograd``: the same pieces as ordinary autograd functions, for engines that own the backward.
 
 ``fused`` and ``staged`` back-propagate inside the forward: parameter gradients go to the gradient store at once, the
