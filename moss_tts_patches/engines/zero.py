@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import EnvironmentProblem, SettingsError
-from ..loss.module_schedule import ByModule, recompute
+from ..loss.module_schedule import ByModule, keep, recompute
 from .engine import TrainingEngine, largest_of_all
 
 # Both are Adam or AdamW, by an attribute.
@@ -27,14 +27,6 @@ def reenter(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
     """
     anchor = torch.zeros((), requires_grad=True)
     return checkpoint(lambda _, *values: function(*values, **options), anchor, *inputs, use_reentrant=True)
-
-
-def keep(function: Callable[..., Any], *inputs: Any) -> Any:
-    """Calls ``function`` once and keeps its activations.
-
-    For the loss beside frozen weights: its chunks share their adapters, of which ZeRO-3 takes one gradient a backward.
-    """
-    return function(*inputs)
 
 
 class Zero(TrainingEngine):

@@ -34,6 +34,14 @@ def recompute(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any
     return checkpoint(function, *inputs, use_reentrant=False, **options)
 
 
+def keep(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Calls ``function`` once and keeps its activations.
+
+    For the loss beside frozen weights: its chunks share their adapters, of which ZeRO-3 takes one gradient a backward.
+    """
+    return function(*inputs)
+
+
 @dataclass(frozen=True)
 class ByModule:
     """What an engine asks of calls to modules.

@@ -22,6 +22,8 @@ class Rung:
     """One way to run the layer, in the terms of the settings.
 
     Attributes:
+        schedule: of the loss. ``by_module`` and ``by_module_kept`` are what engines that lend weights to one module at a
+            time make of ``autograd``, the second for adapters; they are simulated and cannot be set.
         method: what is trained: ``full`` (every weight), ``lora`` or ``qlora``.
         host_gradient_dtype: name of a torch dtype.
         weights: ``host`` parks the backbone's layers while the loss works.

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..families.family import Family, LabelSummary, TrainingContext
 from ..loss.engine import EngineOptions, LossEngine
+from ..loss.module_schedule import ByModule, keep
 from ..optim import build_optimizer, build_store
 from ..optim.compensated_sum import SLICE_ELEMENTS
 from ..optim.gradients import ChunkSum, GradientStore
@@ -147,7 +148,7 @@ def simulate_rung(
         )
         _bring_about_second_micro_batch(model, optimizer, rung, tracker)
         _watch_chunk_sums(store, tracker)
-        options = EngineOptions(rung.schedule, rung.chunk_frames, verify_scale=False)
+        options = _engine_options(rung)
         phase = _loss_phase(family, model, rung, tracker)
         engine = LossEngine(options, store, phase) if every_chunk else FewChunksEngine(options, store, phase, counter)
         context = _context(engine, rung, batch)
@@ -252,10 +253,16 @@ def simulate_update(
         return tracker.peak_bytes - before
 
 
+def _engine_options(rung: Rung) -> EngineOptions:
+    by_module = {"by_module": ByModule(), "by_module_kept": ByModule(recompute=keep)}.get(rung.schedule)
+    schedule = rung.schedule if by_module is None else "autograd"
+    return EngineOptions(schedule, rung.chunk_frames, verify_scale=False, by_module=by_module)
+
+
 def _context(engine: LossEngine, rung: Rung, batch: MicroBatch) -> TrainingContext:
     return TrainingContext(
         engine=engine,
-        direct=rung.schedule != "autograd",
+        direct=rung.schedule in ("fused", "staged"),
         loss_scale=lambda: 0.5,
         finite_empty_channels=True,
         say_once=lambda line: None,

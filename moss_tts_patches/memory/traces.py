@@ -115,7 +115,7 @@ class Tracer:
 
     def _our_figures(self, rung: Rung) -> RungFigures:
         base = replace(rung, states="host", weights="device", host_gradient_dtype="float32")
-        if rung.schedule == "autograd":
+        if rung.schedule not in ("fused", "staged"):
             trace = self._whole(base)
         else:
             # What the loss takes does not depend on the backbone's depth or on what it stores, and the backbone's

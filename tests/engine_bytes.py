@@ -1,0 +1,200 @@
+"""Run under torchrun: bytes alive in each rank while an engine trains a small model, counted at every operation.
+
+``engine_bytes.py ENGINE [accumulation]`` prints one JSON object a rank: ``rest`` between steps, and the most in the
+``backward`` of the last window's micro-batches and in its ``step``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+WIDTH, LAYERS, WORDS = 256, 6, 2000
+BUCKET_ELEMENTS = 100_000  # ZeRO's own is 5e8, larger than this model
+
+
+class Layer(nn.Module):
+    """What FSDP is told to wrap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.down(torch.relu(self.up(hidden)))
+
+
+class Model(nn.Module):
+    """Layers, and as much again beside them that no layer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = self.words(words)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden).float().logsumexp(-1).mean()
+
+
+class LiveBytes(TorchDispatchMode):
+    """The sum of all storages at every operation: FSDP empties its own without letting go of them."""
+
+    def __init__(self, tensors: Any) -> None:
+        super().__init__()
+        self._known: dict[int, weakref.ref] = {}
+        self.peak = 0
+        for tensor in tensors:
+            self._add(tensor)
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        if tensor.is_meta:
+            return
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        self._known[id(storage)] = weakref.ref(storage)
+
+    def now(self) -> int:
+        alive = {key: storage for key, reference in self._known.items() if (storage := reference()) is not None}
+        self._known = {key: self._known[key] for key in alive}
+        return sum(storage.nbytes() for storage in alive.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self._add(value)
+        self.peak = max(self.peak, self.now())
+        return result
+
+    def most(self) -> int:
+        found, self.peak = self.peak, 0
+        return found
+
+
+def torchs_own(model: nn.Module, accumulation: int, wrap: Any, *, keeps_buckets: bool, syncs_always: bool) -> Any:
+    """A window as accelerate runs it: gradients meet at its last micro-batch, or at each."""
+    wrapped = wrap(model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), foreach=True)
+
+    def micro_batch(words: torch.Tensor, last: bool) -> None:
+        if last or syncs_always:
+            wrapped(words).backward()
+        else:
+            with wrapped.no_sync():
+                wrapped(words).backward()
+
+    return micro_batch, optimizer.step, lambda: optimizer.zero_grad(set_to_none=not keeps_buckets)
+
+
+def data_parallel(model: nn.Module, accumulation: int, *, keeps: bool, view: bool) -> Any:
+    wrap = functools.partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=view)
+    return torchs_own(model, accumulation, wrap, keeps_buckets=keeps, syncs_always=False)
+
+
+def fully_sharded(model: nn.Module, accumulation: int, *, always: bool) -> Any:
+    """accelerate keeps the split weights in float32 and computes in bfloat16."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    def wrap(whole: nn.Module) -> nn.Module:
+        half = torch.bfloat16
+        return FullyShardedDataParallel(
+            whole.float(),
+            auto_wrap_policy=functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Layer}),
+            use_orig_params=True,
+            mixed_precision=MixedPrecision(param_dtype=half, reduce_dtype=half),
+            device_id=torch.device("cpu"),
+        )
+
+    return torchs_own(model, accumulation, wrap, keeps_buckets=False, syncs_always=always)
+
+
+def zero(model: nn.Module, accumulation: int, *, stage: int, offload: bool) -> Any:
+    import deepspeed
+
+    place = {"device": "cpu"}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=None if offload else torch.optim.AdamW(model.parameters(), foreach=True),
+        model_parameters=model.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": accumulation,
+            "bf16": {"enabled": True},
+            "zero_allow_untested_optimizer": True,
+            **({"optimizer": {"type": "AdamW", "params": {}}} if offload else {}),
+            "zero_optimization": {
+                "stage": stage,
+                "reduce_bucket_size": BUCKET_ELEMENTS,
+                "allgather_bucket_size": BUCKET_ELEMENTS,
+                "stage3_param_persistence_threshold": 0,
+                **({"offload_optimizer": place} if offload else {}),
+                **({"offload_param": place} if offload and stage == 3 else {}),
+            },
+        },
+    )
+
+    def micro_batch(words: torch.Tensor, last: bool) -> None:
+        engine.backward(engine(words))
+
+    return micro_batch, engine.step, lambda: None
+
+
+ENGINES = {
+    "ddp": functools.partial(data_parallel, keeps=True, view=True),
+    "ddp-set-to-none": functools.partial(data_parallel, keeps=False, view=True),
+    "ddp-copies": functools.partial(data_parallel, keeps=False, view=False),
+    "fsdp": functools.partial(fully_sharded, always=True),
+    "fsdp-no-sync": functools.partial(fully_sharded, always=False),
+    "zero2": functools.partial(zero, stage=2, offload=False),
+    "zero2-offload": functools.partial(zero, stage=2, offload=True),
+    "zero3": functools.partial(zero, stage=3, offload=False),
+    "zero3-offload": functools.partial(zero, stage=3, offload=True),
+}
+
+
+def main(engine: str, accumulation: int) -> None:
+    import gc
+
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = Model().bfloat16()
+    micro_batch, step, zero_grad = ENGINES[engine](model, accumulation)
+    gc.collect()
+    # Not asking an object for more than its type: some have properties that build things.
+    live = LiveBytes([found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)])
+    words = torch.arange(2)[None]
+    result = {}
+    with live:
+        for _ in range(3):
+            live.most()
+            result["backward"] = 0
+            for index in range(accumulation):
+                micro_batch(words, index == accumulation - 1)
+                if engine.startswith("zero") and index < accumulation - 1:
+                    step()  # DeepSpeed counts the micro-batches itself
+            result["backward"] = live.most()
+            step()
+            result["step"] = live.most()
+            zero_grad()
+            gc.collect()
+            result["rest"] = live.now()
+    print(json.dumps({"rank": dist.get_rank(), **result}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 2)
