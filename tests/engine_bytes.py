@@ -1,7 +1,7 @@
 """Run under torchrun: bytes alive in each rank while an engine trains a small model, counted at every operation.
 
-``engine_bytes.py ENGINE [accumulation]`` prints one JSON object a rank: ``rest`` between steps, and the most in the
-``backward`` of the last window's micro-batches and in its ``step``.
+``engine_bytes.py ENGINE [accumulation]`` prints a JSON object for each rank: ``rest`` between steps, and the most in
+the micro-batches (``backward``) and the ``step`` of the last window.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class LiveBytes(TorchDispatchMode):
         return found
 
 
-def torchs_own(model: nn.Module, accumulation: int, wrap: Any, *, keeps_buckets: bool, syncs_always: bool) -> Any:
+def torchs_own(model: nn.Module, wrap: Any, *, syncs_always: bool) -> Any:
     """A window as accelerate runs it: gradients meet at its last micro-batch, or at each."""
     wrapped = wrap(model)
     optimizer = torch.optim.AdamW(wrapped.parameters(), foreach=True)
@@ -95,12 +95,12 @@ def torchs_own(model: nn.Module, accumulation: int, wrap: Any, *, keeps_buckets:
             with wrapped.no_sync():
                 wrapped(words).backward()
 
-    return micro_batch, optimizer.step, lambda: optimizer.zero_grad(set_to_none=not keeps_buckets)
+    return micro_batch, optimizer.step, optimizer.zero_grad
 
 
-def data_parallel(model: nn.Module, accumulation: int, *, keeps: bool, view: bool) -> Any:
-    wrap = functools.partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=view)
-    return torchs_own(model, accumulation, wrap, keeps_buckets=keeps, syncs_always=False)
+def data_parallel(model: nn.Module, accumulation: int, *, views: bool) -> Any:
+    wrap = functools.partial(nn.parallel.DistributedDataParallel, gradient_as_bucket_view=views)
+    return torchs_own(model, wrap, syncs_always=False)
 
 
 def fully_sharded(model: nn.Module, accumulation: int, *, always: bool) -> Any:
@@ -118,12 +118,14 @@ def fully_sharded(model: nn.Module, accumulation: int, *, always: bool) -> Any:
             device_id=torch.device("cpu"),
         )
 
-    return torchs_own(model, accumulation, wrap, keeps_buckets=False, syncs_always=always)
+    return torchs_own(model, wrap, syncs_always=always)
 
 
 def zero(model: nn.Module, accumulation: int, *, stage: int, offload: bool) -> Any:
     import deepspeed
+    import deepspeed_packages
 
+    deepspeed_packages.without_shared_memory()
     place = {"device": "cpu"}
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -153,9 +155,8 @@ def zero(model: nn.Module, accumulation: int, *, stage: int, offload: bool) -> A
 
 
 ENGINES = {
-    "ddp": functools.partial(data_parallel, keeps=True, view=True),
-    "ddp-set-to-none": functools.partial(data_parallel, keeps=False, view=True),
-    "ddp-copies": functools.partial(data_parallel, keeps=False, view=False),
+    "ddp": functools.partial(data_parallel, views=True),
+    "ddp-copies": functools.partial(data_parallel, views=False),
     "fsdp": functools.partial(fully_sharded, always=True),
     "fsdp-no-sync": functools.partial(fully_sharded, always=False),
     "zero2": functools.partial(zero, stage=2, offload=False),
@@ -177,11 +178,10 @@ def main(engine: str, accumulation: int) -> None:
     # Not asking an object for more than its type: some have properties that build things.
     live = LiveBytes([found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)])
     words = torch.arange(2)[None]
-    result = {}
+    result: dict[str, int] = {}
     with live:
         for _ in range(3):
             live.most()
-            result["backward"] = 0
             for index in range(accumulation):
                 micro_batch(words, index == accumulation - 1)
                 if engine.startswith("zero") and index < accumulation - 1:
@@ -192,7 +192,10 @@ def main(engine: str, accumulation: int) -> None:
             zero_grad()
             gc.collect()
             result["rest"] = live.now()
-    print(json.dumps({"rank": dist.get_rank(), **result}), flush=True)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, result)
+    if dist.get_rank() == 0:
+        print("BYTES " + json.dumps(every), flush=True)
     dist.destroy_process_group()
 
 

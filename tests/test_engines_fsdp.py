@@ -114,3 +114,13 @@ def test_the_optimizer_that_comes_back_has_to_be_the_one_that_was_handed_over():
     assert engine.prepared_optimizer(ours, [object(), wrapper]) is wrapper
     with pytest.raises(LowMemError, match="accelerate replaced AdamW by Adam"):
         engine.prepared_optimizer(ours, [SimpleNamespace(optimizer=other, zero_grad=None)])
+
+
+def test_gradients_are_exchanged_at_every_micro_batch():
+    """Otherwise they accumulate whole on every GPU; test_engine_bytes.py has the bytes."""
+    fake = fsdp()
+    fake.gradient_state = SimpleNamespace(plugin_kwargs={"num_steps": 2})
+    fake.state.fsdp_plugin.transformer_cls_names_to_wrap = None
+    engine_of(fake).before_prepare(SimpleNamespace(layers=[nn.Linear(1, 1)]))
+    assert fake.gradient_state.plugin_kwargs == {"num_steps": 2, "sync_each_batch": True}
+    assert fake.state.fsdp_plugin.transformer_cls_names_to_wrap == ["Linear"]

@@ -27,6 +27,10 @@ needs_compiler = pytest.mark.skipif(not deepspeed_packages.can_compile(), reason
 
 LIKE_UPSTREAM = {**EXACT, "MOSS_LOWMEM_CORRECTIONS": "learning_rate_steps,gradient_clipping"}
 LORA = {"MOSS_LOWMEM_METHOD": "lora", "MOSS_LOWMEM_LORA_DROPOUT": "0", "MOSS_LOWMEM_MERGE": "none"}
+# Two processes of 3 s a step are slow: in CI the family with a depth model trains in full, and the one whose ZeRO-3
+# load upstream gets wrong too; adapters are those of v1.5, with code of its own.
+FULL = FAMILIES if deepspeed_packages.EVERY_CASE else ("moss_tts_local", "moss_tts_realtime")
+ADAPTED = FAMILIES if deepspeed_packages.EVERY_CASE else ("moss_tts_local_v1.5",)
 # A gradient norm that clipping changes, and an eps above single gradients' noise.
 OPTIONS = ("--max-grad-norm", "0.1", "--adam-eps", "1e-6", "--num-epochs", "2")
 
@@ -60,7 +64,7 @@ def engine(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server():
-    with RankServer(PYTHONPATH=deepspeed_packages.FOLDER) as running:
+    with RankServer(**deepspeed_packages.variables()) as running:
         yield running
 
 
@@ -91,7 +95,7 @@ def layer(*settings):
 
 @needs_deepspeed
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FULL)
 def test_full_training_equals_ddp(run, engine, family, stage):
     """ZeRO-3 also with ranks that have different numbers of supervised frames; clipping at the trainer's norm."""
     expected = run(family, layer(LIKE_UPSTREAM))
@@ -126,7 +130,7 @@ def valid_losses(job):
 
 @needs_deepspeed
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ADAPTED)
 def test_adapters_equal_ddp_and_are_saved_whole(run, engine, family, stage):
     expected, found = (run(family, layer(LIKE_UPSTREAM, LORA, one)) for one in ({}, engine(stage)))
     assert found.losses == pytest.approx(expected.losses, abs=TOLERANCES["printed_loss_unit"])

@@ -47,6 +47,10 @@ def plan(
     ram: Annotated[float | None, typer.Option(min=0.1, help="Free RAM in GiB; by default what is free now.")] = None,
     method: Annotated[str | None, typer.Option(help="full, lora or qlora alone.")] = None,
     chunk_frames: Annotated[int | None, typer.Option(min=1, help="Pins MOSS_LOWMEM_CHUNK_FRAMES.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Of this machine: what each engine needs on every one of them.")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="With --gpus: one engine alone.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Simulate again, keep nothing.")] = False,
 ) -> None:
@@ -69,6 +73,13 @@ def plan(
         }
         wanted = _wanted(model_path, family, size, upstream, train_jsonl, (positions, supervised, batch), pinned)
         cache = None if no_cache else PlanCache(user_cache_folder(os.environ, Path.home()))
+        if gpus is not None or engine is not None:
+            from ..memory.engine_ladder import show_engines
+
+            with _progress_bar() as progress:
+                shown = show_engines(wanted, gpus or 1, engine, limits, cache, progress, as_json=as_json)
+            typer.echo(shown)
+            return
         with _progress_bar() as progress:
             ladder = simulate_ladder(wanted, cache, progress)
         answers = _answers(wanted, ladder, limits, cache)

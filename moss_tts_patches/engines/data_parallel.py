@@ -29,5 +29,6 @@ class DataParallel(TrainingEngine):
         super().__init__(accelerator)
         handler = accelerator.ddp_handler
         if handler is not None:
-            # A gradient then is its place in a bucket instead of a copy of it: half the memory, the same numbers.
+            # A gradient then is its place in a bucket instead of a copy of it: half the memory, the same numbers, where
+            # every micro-batch ends in a step; those that accumulate before the exchange are tensors of their own.
             handler.gradient_as_bucket_view = True

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .footprint import Footprint
-from .rungs import AnyRung, Rung, UpstreamRung, describe
+from .rungs import AnyRung, EngineRung, Rung, UpstreamRung, describe
 
 # What a bus costs beside arithmetic: a card that does 40 TFLOP/s of bf16 in practice (RTX 3090 to 4080) waits as long
 # for one byte over 12 GB/s (PCIe 4.0 x8, or x16 with pageable memory) as for 3300 FLOP. Copies overlap with the
@@ -82,5 +82,6 @@ class RungFigures:
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> RungFigures:
         fields = dict(document["rung"])
-        kind = {"Rung": Rung, "UpstreamRung": UpstreamRung}[fields.pop("kind")]
-        return cls(**{**document, "rung": kind(**fields), "categories": Footprint(**document["categories"])})
+        kinds: dict[str, type] = {"Rung": Rung, "UpstreamRung": UpstreamRung, "EngineRung": EngineRung}
+        rung = kinds[fields.pop("kind")](**fields)
+        return cls(**{**document, "rung": rung, "categories": Footprint(**document["categories"])})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .figures import RungFigures
-from .rungs import Rung, UpstreamRung
+from .rungs import EngineRung, Rung, UpstreamRung
 
 MIB, GIB = 2**20, 2**30
 
@@ -117,7 +117,8 @@ def assess(figures: RungFigures, limits: Limits) -> Assessment:
     """Holds a rung against the limits."""
     reserve = Reserve.for_figures(figures)
     margin = limits.card_bytes - figures.peak_bytes - reserve.total
-    needed = HOST_PROCESS_BYTES + max(figures.host_total(), figures.model_bytes)
+    processes = figures.rung.processes if isinstance(figures.rung, EngineRung) else 1
+    needed = HOST_PROCESS_BYTES * processes + max(figures.host_total(), figures.model_bytes)
     if isinstance(figures.rung, UpstreamRung):
         needed = HOST_PROCESS_BYTES + figures.model_bytes
     host_margin = float("inf") if limits.host_bytes is None else limits.host_bytes - needed

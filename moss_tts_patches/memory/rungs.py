@@ -22,8 +22,8 @@ class Rung:
     """One way to run the layer, in the terms of the settings.
 
     Attributes:
-        schedule: of the loss. ``by_module`` and ``by_module_kept`` are what engines that lend weights to one module at a
-            time make of ``autograd``, the second for adapters; they are simulated and cannot be set.
+        schedule: of the loss. ``by_module`` and ``by_module_kept`` are what engines that lend weights to one module at
+            a time make of ``autograd``, the second for adapters; they are simulated and cannot be set.
         method: what is trained: ``full`` (every weight), ``lora`` or ``qlora``.
         host_gradient_dtype: name of a torch dtype.
         weights: ``host`` parks the backbone's layers while the loss works.
@@ -66,7 +66,38 @@ class UpstreamRung:
         return "upstream-checkpointing" if self.checkpointing else "upstream"
 
 
-AnyRung = Rung | UpstreamRung
+#: Engines over several processes that have a config of ours, in the order of what they need on a GPU.
+ENGINES = ("ddp", "zero2", "zero2-offload", "fsdp", "zero3", "zero3-offload")
+
+#: Those for which upstream has a config.
+UPSTREAM_ENGINES = ("ddp", "fsdp", "zero3")
+
+
+@dataclass(frozen=True)
+class EngineRung:
+    """A training over several processes.
+
+    Attributes:
+        engine: one of :data:`ENGINES`.
+        processes: one on each GPU of one machine.
+        method: what is trained.
+        states: where DDP's optimizer states are; other engines decide themselves.
+        upstream: the name of an :class:`UpstreamRung` where it runs without the layer.
+    """
+
+    engine: str
+    processes: int
+    method: str = "full"
+    states: str = "device"
+    upstream: str = ""
+
+    @property
+    def name(self) -> str:
+        engine = self.engine if self.states == "device" else f"{self.engine}-host-states"
+        return f"{self.upstream or self.method}-{engine}-x{self.processes}"
+
+
+AnyRung = Rung | UpstreamRung | EngineRung
 
 
 def describe(rung: AnyRung) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def answer_lines(wanted: Wanted, answers: Mapping[str, Any]) -> list[str]:
             "A larger batch is not the same training as more accumulation: upstream averages within a micro-batch."
         )
     lines.append(
-        "More GPUs: this version trains on one. DDP would keep every byte of this table on each of them, and ZeRO-3 on "
-        "one GPU shards nothing."
+        "More GPUs: --gpus 2 shows what each engine needs on every one of them. DDP keeps every byte of this on each, "
+        "and ZeRO-3 on one GPU splits nothing."
     )
     return lines

@@ -20,11 +20,12 @@ import torch
 
 from ..families.family import Family
 from ..runtime.checkpointing import layer_parameters
+from .engine_needs import ModelParts, engine_figures
 from .figures import RungFigures
 from .footprint import CATEGORIES, Footprint
 from .methods import Shape, find_shape
 from .plan_cache import PlanCache
-from .rungs import AnyRung, MicroBatch, Rung, UpstreamRung, describe
+from .rungs import AnyRung, EngineRung, MicroBatch, Rung, UpstreamRung, describe
 from .simulate import StepFigures, simulate_rung, simulate_update, simulate_upstream
 
 # The least that has a first, a last and a middle, and a step of two to measure the difference with.
@@ -99,6 +100,32 @@ class Tracer:
         names = (field.name for field in fields(Standing))
         return Standing(**{name: self._probed[name] for name in names})
 
+    def parts(self, rung: Rung | UpstreamRung, *, parks: bool) -> ModelParts:
+        """Numbers of weights, for engines that split them.
+
+        Args:
+            rung: whose method says what is trained.
+            parks: an embedding that training never reads stays in host memory.
+        """
+        shape = self._remembered({"probe": "parts"}, self._probe_parts, counts=False)
+        if isinstance(rung, UpstreamRung) or rung.method == "full":
+            added, trained = 0.0, shape["total"] - shape["unread"]
+        else:
+            added = trained = self._whole(_base(rung))["standing.trained_elements"]
+        total = shape["total"] + added - (shape["unread"] if parks else 0)
+        return ModelParts(total, trained, shape["unit"], shape["root"] + added, shape["largest"])
+
+    def working(self, rung: Rung | UpstreamRung) -> float:
+        """Bytes that forward and backward take beside weights, gradients and states."""
+        trace = self._whole(rung if isinstance(rung, UpstreamRung) else _base(rung))
+        peaks = [_footprint(trace, phase, "peak").device_bytes for phase in ("forward", "backward")]
+        return max(peaks) - _footprint(trace, "forward", "start").device_bytes
+
+    def gradient_bytes(self, rung: Rung | UpstreamRung) -> float:
+        """Of all trained weights, in their own dtype."""
+        trace = self._whole(rung if isinstance(rung, UpstreamRung) else _base(rung))
+        return _footprint(trace, "forward", "start").gradients
+
     def at(self, batch: MicroBatch) -> Tracer:
         """A tracer for the same model and another micro-batch."""
         return Tracer(replace(self.subject, batch=batch), self._cache, self._simulated)
@@ -109,12 +136,14 @@ class Tracer:
         Raises:
             SettingsError: the rung's method is not registered.
         """
+        if isinstance(rung, EngineRung):
+            return engine_figures(self, rung)
         return self._upstream_figures(rung) if isinstance(rung, UpstreamRung) else self._our_figures(rung)
 
     # -- our rungs -----------------------------------------------------------------------------------------------
 
     def _our_figures(self, rung: Rung) -> RungFigures:
-        base = replace(rung, states="host", weights="device", host_gradient_dtype="float32")
+        base = _base(rung)
         if rung.schedule not in ("fused", "staged"):
             trace = self._whole(base)
         else:
@@ -126,7 +155,7 @@ class Tracer:
             trace = _sum(trace, _difference(self._whole(stored), common))
         return self._placed(rung, trace)
 
-    def _whole(self, rung: AnyRung) -> Trace:
+    def _whole(self, rung: Rung | UpstreamRung) -> Trace:
         """The trace with all layers."""
         few, more = min(FEW_LAYERS, self._layers), min(MORE_LAYERS, self._layers)
         low = self._trace(rung, few)
@@ -204,13 +233,13 @@ class Tracer:
 
     # -- simulations ---------------------------------------------------------------------------------------------
 
-    def _trace(self, rung: AnyRung, layers: int) -> Trace:
+    def _trace(self, rung: Rung | UpstreamRung, layers: int) -> Trace:
         layers = min(layers, self._layers)
         shape = find_shape(self.subject.shapes, rung.method) if isinstance(rung, Rung) else None
         request = {"rung": describe(rung), "layers": layers, "shape": shape.identity if shape else ""}
         return self._remembered(request, lambda: self._simulate(rung, layers, shape))
 
-    def _simulate(self, rung: AnyRung, layers: int, shape: Shape | None) -> Trace:
+    def _simulate(self, rung: Rung | UpstreamRung, layers: int, shape: Shape | None) -> Trace:
         subject = self.subject
         arguments = (subject.family, subject.model_class, subject.config, subject.batch)
         if isinstance(rung, Rung):
@@ -219,15 +248,8 @@ class Tracer:
         return _flat(simulate_upstream(*arguments, checkpointing=rung.checkpointing, layers=layers, **subject.upstream))
 
     def _probe(self) -> Trace:
-        """Looks at the whole model; on the meta device it takes no memory."""
-        family = self.subject.family
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with torch.device("meta"), torch.random.fork_rng(devices=[]):
-                model = self.subject.model_class(self.subject.config)
-        finally:
-            torch.set_default_dtype(before)
+        """Looks at the whole model."""
+        family, model = self.subject.family, self._meta_model()
         backbone: Any = family.backbone(model)
         unread = {getattr(parent, name).weight for parent, name in family.unread_embeddings(model)}
         trained = [parameter for parameter in model.parameters() if parameter not in unread]
@@ -242,6 +264,32 @@ class Tracer:
             "layer_weights": sum(parameter.numel() * parameter.element_size() for parameter in layers),
         }
 
+    def _probe_parts(self) -> Trace:
+        """Numbers of weights, as FSDP and ZeRO-3 see them."""
+        family, model = self.subject.family, self._meta_model()
+        backbone: Any = family.backbone(model)
+        wrapped = {type(layer) for layer in backbone.layers}
+        units = [module for module in model.modules() if type(module) in wrapped]
+        inside = {parameter for unit in units for parameter in unit.parameters()}
+        every = list(model.parameters())
+        return {
+            "total": sum(parameter.numel() for parameter in every),
+            "unread": sum(getattr(parent, name).weight.numel() for parent, name in family.unread_embeddings(model)),
+            "unit": max(sum(parameter.numel() for parameter in unit.parameters()) for unit in units),
+            "root": sum(parameter.numel() for parameter in every if parameter not in inside),
+            "largest": max(parameter.numel() for parameter in every),
+        }
+
+    def _meta_model(self) -> Any:
+        """The whole model in bfloat16; on the meta device it takes no memory."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):
+                return self.subject.model_class(self.subject.config)
+        finally:
+            torch.set_default_dtype(before)
+
     def _remembered(self, request: Mapping[str, Any], simulate: Callable[[], Trace], *, counts: bool = True) -> Trace:
         key = PlanCache.key({**self._content, **request})
         if key not in self._traces:
@@ -254,6 +302,11 @@ class Tracer:
                     self._simulated()
             self._traces[key] = found
         return self._traces[key]
+
+
+def _base(rung: Rung) -> Rung:
+    """What is simulated for a rung: where states and idle weights stand only moves bytes that are known."""
+    return replace(rung, states="host", weights="device", host_gradient_dtype="float32")
 
 
 def _content(subject: Subject) -> dict[str, Any]:
