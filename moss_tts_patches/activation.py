@@ -16,7 +16,7 @@ from .families.family import Family
 from .launch.deepspeed import broken_deepspeed
 from .messages import Messages, language_of
 from .runtime.accelerator import lowmem_accelerator
-from .runtime.report import log
+from .runtime.report import log, process_rank
 from .runtime.resume.loader import loader_class
 from .runtime.saving import saving_whole
 from .runtime.validation.best import check_signature
@@ -159,7 +159,7 @@ def _surroundings(environment: Mapping[str, str]) -> Surroundings:
         messages=Messages(language_of(environment)),
         config_file=environment.get("ACCELERATE_CONFIG_FILE", ""),
         readings_folder=Path(readings) if readings else None,
-        is_main=environment.get("RANK", "0") == "0",
+        is_main=process_rank() == 0,
     )
 
 

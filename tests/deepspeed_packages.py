@@ -1,8 +1,8 @@
 """Where DeepSpeed is for the tests that need it: a folder of its own, so that no other test's training imports it.
 
 accelerate imports an installed deepspeed in every run that saves, which takes seconds; the suite has hundreds of runs.
-``MOSS_TEST_DEEPSPEED`` names the folder, which ``tests/deepspeed.sh`` makes and ``tests/run.sh`` sets; a deepspeed in the
-environment does as well.
+``MOSS_TEST_DEEPSPEED`` names the folder, which ``tests/deepspeed.sh`` makes and ``tests/run.sh`` sets; a deepspeed in
+the environment does as well.
 """
 
 from __future__ import annotations

@@ -270,3 +270,12 @@ def test_every_text_is_there_twice_with_the_same_values() -> None:
 )
 def test_the_language_is_the_locales(environment: dict[str, str], expected: str) -> None:
     assert language_of(environment) == expected
+
+
+def test_a_config_of_ours_is_known_by_its_name(monkeypatch, tmp_path):
+    """As run_train_lowmem.sh takes it: ACCELERATE_CONFIG_FILE=lowmem:NAME."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert check(config_file="lowmem:zero3", gpus=(GPU,))["engine"].severity == "warning"  # splits nothing
+    assert "engine" not in check(config_file="lowmem:zero3", gpus=(GPU, GPU))
+    unknown = check(config_file="lowmem:zero4", gpus=(GPU, GPU))["engine"]
+    assert unknown.severity == "error" and "lowmem:zero4 is not a config" in unknown.evidence

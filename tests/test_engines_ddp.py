@@ -173,12 +173,41 @@ def test_a_binary_text_head_without_labels_does_not_hang(server, inputs, tmp_pat
     assert any(plain.statuses)
 
 
+def test_one_rank_with_a_bad_loss_does_not_leave_the_other_waiting(server, inputs, tmp_path):
+    """v1.5 looks at each loss, and skips a batch or ends the run on its own; all ranks have to do the same."""
+    family = "moss_tts_local_v1.5"
+    bad = (
+        "_finite = is_finite_scalar\n\n\n"
+        "def is_finite_scalar(value):\n"
+        '    return __import__("os").environ["RANK"] != "1" and _finite(value)\n\n\n'
+    )
+    trainer = _with_code(tmp_path / "trainer", MINI, bad)
+    found = {}
+    for name, environment in (("ours", LAYER), ("plain", {})):
+        found[name] = server.run(
+            SCRIPT.format(family),
+            command_line(inputs(family), tmp_path / name),
+            tmp_path / name,
+            folder=trainer,
+            environment=environment,
+            check=False,
+        )
+    assert all("FloatingPointError" in output for output in found["ours"].outputs)
+    assert "FloatingPointError" not in found["plain"].outputs[0]  # negative control: it waits until it is ended
+
+
+def test_the_longest_records_of_each_rank_change_nothing(run):
+    """Every micro-batch ends in an exchange of gradients here; those of the trial meet nobody."""
+    options = ("--gradient-accumulation-steps", "1")
+    for family in ("moss_tts_local", "moss_tts_local_v1.5"):
+        tried, untried = (
+            run(family, options=options, layer=layer(EXACT, MOSS_LOWMEM_LONGEST_FIRST=first)) for first in "10"
+        )
+        assert "longest" in tried.outputs[0] and len({*tried.digests, *untried.digests}) == 1
+
+
 def _with_unlabelled_text(folder: Path, trainer: Path) -> Path:
     """A copy of the miniature whose batches have no text label."""
-    shutil.copytree(trainer, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    script = folder / "moss_tts_local_v1.5" / "finetuning" / "sft.py"
-    text = script.read_text(encoding="utf-8")
-    assert text.count('if __name__ == "__main__":') == 1
     unlabelled = (
         "_collate = MossTTSLocalV15SFTDataset.collate_fn\n\n\n"
         "def collate_fn(self, records):\n"
@@ -186,9 +215,17 @@ def _with_unlabelled_text(folder: Path, trainer: Path) -> Path:
         '    batch["labels"][..., 0] = -100\n'
         "    return batch\n\n\n"
         "MossTTSLocalV15SFTDataset.collate_fn = collate_fn\n\n\n"
-        'if __name__ == "__main__":'
     )
-    script.write_text(text.replace('if __name__ == "__main__":', unlabelled), encoding="utf-8")
+    return _with_code(folder, trainer, unlabelled)
+
+
+def _with_code(folder: Path, trainer: Path, code: str) -> Path:
+    """A copy of the miniature whose v1.5 trainer has ``code`` before it starts."""
+    shutil.copytree(trainer, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    script = folder / "moss_tts_local_v1.5" / "finetuning" / "sft.py"
+    text = script.read_text(encoding="utf-8")
+    assert text.count('if __name__ == "__main__":') == 1
+    script.write_text(text.replace('if __name__ == "__main__":', code + 'if __name__ == "__main__":'), encoding="utf-8")
     return folder
 
 

@@ -212,3 +212,19 @@ def test_a_process_that_really_runs_out(tmp_path: Path, limited: bool) -> None:
     content = json.loads((output / FILE_NAME).read_text())
     assert (content["place"], content["wanted_bytes"]) == ("host", 2**26)
     assert content["host"]["process_bytes"] > 0
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_every_process_reports_its_own_failure(monkeypatch, capsys, tmp_path, rank):
+    """Memory may run out on one GPU alone; the file is the main process's."""
+    from moss_tts_patches.runtime.report import log
+    from moss_tts_patches.runtime.watch import MachineWatch, Surroundings
+
+    monkeypatch.setenv("RANK", rank)
+    watch = MachineWatch(Surroundings(is_main=rank == "0"), log)
+    watch.started(tmp_path)
+    with pytest.raises(torch.OutOfMemoryError), watch.guard.phase("backward"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    shown = capsys.readouterr().out
+    assert ("rank=1 " in shown) is (rank == "1") and "backward" in shown
+    assert (tmp_path / "lowmem_oom.json").exists() is (rank == "0")

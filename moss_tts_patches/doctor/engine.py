@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..errors import EnvironmentProblem
+from ..errors import EnvironmentProblem, SettingsError
+from ..launch.configs import PREFIX, write_config
 from ..launch.engine import read_config
 from ..messages import Messages
 from .facts import Facts
@@ -29,9 +30,11 @@ def check_engine(facts: Facts, say: Messages) -> Iterator[Finding]:
 def _config(facts: Facts, say: Messages) -> Iterator[Finding]:
     path = facts.config_file
     try:
+        if path.startswith(PREFIX):  # as run_train_lowmem.sh takes it
+            path = str(write_config(path.removeprefix(PREFIX), max(1, len(facts.gpus or ()))))
         config = read_config(path)
         engine = zero_settings(path)
-    except EnvironmentProblem as error:
+    except (EnvironmentProblem, SettingsError) as error:
         yield finding(say, "engine", "error", "config_unreadable", reason=error)
         return
     if config.zero_stage != 3 and engine.get("stage") != 3:

@@ -58,6 +58,7 @@ class LocalV15Family(Family):
         Seam("configure_gradient_checkpointing", ("model", "scope", "use_reentrant", "impl")),
         Seam("compute_supervised_loss", ("model", *_BATCH)),
         Seam("first_nonfinite_gradient", ("model",)),
+        Seam("is_finite_scalar", ("value",)),
     )
     class_seams: ClassVar[tuple[Seam, ...]] = (
         Seam("forward", ("input_ids", "attention_mask", "inputs_embeds", "use_cache", "return_dict")),

@@ -27,6 +27,7 @@ def patch_trainer(session: RunHooks) -> None:
         ("configure_gradient_checkpointing", _layer_checkpointing, "backbone layers only, wrapped one by one"),
         ("compute_supervised_loss", _chunked_loss, "the chunked loss"),
         ("first_nonfinite_gradient", _seen_gradient, "gradients may be on the host, or spoilt by clipping"),
+        ("is_finite_scalar", _agreed_finite, "all processes skip a batch, or none"),
     ):
         upstream = getattr(session.trainer, name)
         session.ledger.apply(session.trainer, name, functools.wraps(upstream)(wrap(session, upstream)), reason)
@@ -34,6 +35,20 @@ def patch_trainer(session: RunHooks) -> None:
         dataset = session.trainer.MossTTSLocalV15SFTDataset
         packed = _labelled_from_first_frame(session, dataset.__getitem__)
         session.ledger.apply(dataset, "__getitem__", packed, "labels from the first frame on")
+
+
+def _agreed_finite(session: RunHooks, upstream: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
+    """Has all processes give one answer: one that skips its batch alone leaves the others waiting in the backward."""
+
+    def is_finite_scalar(value: torch.Tensor) -> bool:
+        finite = upstream(value)
+        if not torch.distributed.is_initialized():
+            return finite
+        agreed = torch.tensor(int(finite), device=value.device)
+        torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MIN)
+        return bool(agreed)
+
+    return is_finite_scalar
 
 
 def unwrap(model: Any) -> Any:

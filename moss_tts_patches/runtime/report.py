@@ -13,10 +13,22 @@ from torch import nn
 GIB = 2**30
 
 
+def process_rank() -> int:
+    """Which of the job's processes this is, before anything of torch's is set up; the launchers set ``RANK``."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def log(line: str) -> None:
     """Prints ``[timestamp] [lowmem] line`` where this is the main process."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"[{datetime.now():%Y-%m-%d %H:%M:%S}] [lowmem] {line}", flush=True)
+    if process_rank() == 0:
+        log_from_any(line)
+
+
+def log_from_any(line: str) -> None:
+    """Prints a line whichever process this is; others than the main one say which they are."""
+    rank = process_rank()
+    speaker = f"rank={rank} " if rank else ""
+    print(f"[{datetime.now():%Y-%m-%d %H:%M:%S}] [lowmem] {speaker}{line}", flush=True)
 
 
 class StepClock:

@@ -110,10 +110,12 @@ class TrainingLoop:
         """Runs the longest records forward and backward before the first micro-batch; nothing of it stays."""
 
         def run(longest: dict[str, Any]) -> None:
-            loss = self._training_forward(model, longest).loss.float()
-            # The trainer calls backward outside the autocast that the model's forward stands in.
-            with torch.autocast(self.accelerator.device.type, enabled=False):
-                self.accelerator.backward(loss)
+            # Gradients that nobody keeps need not meet those of other processes.
+            with self.accelerator.no_sync(model):
+                loss = self._training_forward(model, longest).loss.float()
+                # The trainer calls backward outside the autocast that the model's forward stands in.
+                with torch.autocast(self.accelerator.device.type, enabled=False):
+                    self.accelerator.backward(loss)
 
         self.data.try_longest(batch, run, self.optimizer.zero_grad)
 

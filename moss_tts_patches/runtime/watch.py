@@ -16,6 +16,7 @@ from ..memory.candidates import gpu_candidates, host_candidates
 from ..memory.guard import MemoryGuard, device_bytes_by_category
 from ..messages import Messages
 from ..optim.streamed import StreamedOptimizer
+from .report import log_from_any
 from .stores import Stores
 
 
@@ -49,7 +50,8 @@ class MachineWatch:
 
     def __init__(self, surroundings: Surroundings, log: Callable[[str], None]) -> None:
         self._surroundings, self._log = surroundings, log
-        self.guard = MemoryGuard(None, surroundings.messages, log, surroundings.readings_folder)
+        # Memory may run out in one process alone, and it is not always the one that speaks.
+        self.guard = MemoryGuard(None, surroundings.messages, log_from_any, surroundings.readings_folder)
 
     @property
     def is_main(self) -> bool:
@@ -58,7 +60,7 @@ class MachineWatch:
 
     def started(self, output_folder: Path) -> None:
         """The trainer's arguments are known; readings are kept from now on."""
-        self.guard.folder = output_folder
+        self.guard.folder = output_folder if self._surroundings.is_main else None
         self.guard.watch()
 
     def check(self, output_folder: Path, model_path: str, whole_checkpoints: int, *, resumes: bool) -> None:
