@@ -17,7 +17,6 @@ import sys
 import time
 from typing import Any
 
-import deepspeed_packages
 import mini_server
 import torch
 from accelerate.state import DistributedType, PartialState
@@ -61,7 +60,6 @@ def train_rank(request: dict[str, Any], rank: int, port: int) -> None:
     environment = {**request["environment"], **{name: str(value) for name, value in variables.items()}}
     if request["environment"].get("ACCELERATE_USE_DEEPSPEED") == "true":
         let_accelerate_see_ranks()
-        deepspeed_packages.without_shared_memory()
     else:
         environment["ACCELERATE_USE_CPU"] = "true"
     remember_wrapped_models()
