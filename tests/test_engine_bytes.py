@@ -136,7 +136,7 @@ def test_zero_has_what_deepspeeds_own_estimate_has():
         "from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as three\n"
         "from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as two\n"
         "n, layer = 8_459_432_960, 622_329_856\n"
-        "print(two(n, 8, 1, cpu_offload=False)[1], three(n, layer, 8, 1, False, False)[1])\n"
+        "print(two(n, 16, 1, cpu_offload=False)[1], three(n, layer, 16, 1, False, False)[1])\n"
     )
     path = os.pathsep.join(filter(None, [deepspeed_packages.FOLDER, os.environ.get("PYTHONPATH", "")]))
     environment = clean_environment(**{**deepspeed_packages.variables(), "PYTHONPATH": path})
@@ -144,9 +144,9 @@ def test_zero_has_what_deepspeeds_own_estimate_has():
     theirs = [int(number) for number in done.stdout.split()[-2:]]
     whole = ModelParts(8_459_432_960, 8_459_432_960, 192_946_432, 1_513_361_408, 622_329_856)
     for stage, estimate in zip((zero2, zero3), theirs):
-        ours = stage(whole, 8, True, offload=False, bucket=0)
+        ours = stage(whole, 16, True, offload=False, bucket=0)
         # Without the square root, and with the one layer that ZeRO-3's estimate has whole; that lacks split weights.
-        states = ours.weights + ours.states + ours.step - 4 * whole.trained / 8 + (stage is zero2) * ours.gradients
-        missing = 2 * whole.total / 8 if stage is zero3 else 0
+        states = ours.weights + ours.states + ours.step - 4 * whole.trained / 16 + (stage is zero2) * ours.gradients
+        missing = 2 * whole.total / 16 if stage is zero3 else 0
         layer = 4 * whole.largest if stage is zero3 else 0
         assert states + layer == pytest.approx(estimate + missing, rel=1e-3)

@@ -74,8 +74,8 @@ TOLERANCES: dict[str, float] = {
     # Peak of a small real step, live storages counted, against the simulated one (issue 6, "Must show" 1): 0.1 % seen.
     "simulated_peak_relative": 0.03,
     # What an engine has in forward and backward and the formula leaves to the simulation: fresh gradients of up to
-    # three layers of a model that has six; 5.5 % was seen (ZeRO-2 with offload).
-    "engine_backward_missing": 0.08,
+    # three layers of a model that has six; 9.3 % was seen (ZeRO-2 on four ranks), where three layers are 9 %.
+    "engine_backward_missing": 0.1,
     # Slices that are not there at the same moment: at most 1 % was seen.
     "engine_backward_excess": 0.02,
     # No layer is at work in a step; 1.7 % was seen, where a partition ends within a weight.
