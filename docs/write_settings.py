@@ -36,6 +36,8 @@ def values_of(field: str, info: Any) -> str:
     """What may be written, in words."""
     if typing.get_origin(info.annotation) is typing.Literal:
         return ", ".join(typing.get_args(info.annotation))
+    if field == "max_positions":
+        return "1 or more, auto"
     limits = {type(limit).__name__: limit for limit in info.metadata}
     low = getattr(limits.get("Ge"), "ge", None)
     high = getattr(limits.get("Le"), "le", getattr(limits.get("Lt"), "lt", None))

@@ -14,7 +14,7 @@ from torch import nn
 
 from . import __version__
 from .data.held_out import HeldOut
-from .data.install import DataOptions
+from .data.install import CheckedData, DataOptions
 from .engines import TrainingEngine, engine_of
 from .engines.learning_rate import step_rate_once
 from .engines.sharded_windows import close_windows
@@ -28,6 +28,7 @@ from .memory.card import StorePlacement
 from .optim import build_optimizer
 from .runtime.checkpointing import checkpoint_layers, layer_parameters
 from .runtime.decisions import Decisions
+from .runtime.nonfinite import NonFiniteGradients
 from .runtime.parked import park_embedding
 from .runtime.precision import settle_precision
 from .runtime.recording import RunRecord
@@ -36,7 +37,7 @@ from .runtime.resume.run import ResumableRun
 from .runtime.resume.writer import ResumeOptions
 from .runtime.saving import finish_interrupted_saves, name_in_the_end
 from .runtime.stores import StoreRequest, build_stores
-from .runtime.training_data import TrainingData
+from .runtime.training_data import TrainingData, steps_of_training
 from .runtime.training_loop import TrainingLoop
 from .runtime.validation.beginning import begin_validation
 from .runtime.validation.course import Validation
@@ -77,7 +78,7 @@ class Session:
         self.optimizer: Any = None
         self.adapters = adapters
         self.data = TrainingData(
-            DataOptions(settings.bad_records, settings.max_positions, settings.corrects("prompt_length")),
+            DataOptions(settings.bad_records, settings.most_positions, settings.corrects("prompt_length")),
             family.record_rules,
             log,
             HeldOut(settings.valid_jsonl, settings.valid_share),
@@ -98,7 +99,7 @@ class Session:
         self._upstream_forward: Any = None
         self._arguments_parsed: Any = None
         self._said: set[str] = set()
-        self.record = RunRecord()
+        self.record = RunRecord(settings.progress, log)
         self._parked_bytes = 0
         self._checkpointed_layers = 0
         self.decisions = Decisions(settings, family, log)
@@ -163,9 +164,29 @@ class Session:
             processes=world_size,
             rank=rank,
             output_folder=self._output_folder,
+            find_limit=self._limit_finder(),
         )
+        self.resume.note("max_positions", self.data.most_positions)
         self.resume.records_known(loaded[1])
         return loaded
+
+    def _limit_finder(self) -> Callable[[CheckedData], int | None] | None:
+        """How MOSS_LOWMEM_MAX_POSITIONS=auto finds its number; a run that goes on keeps the one it began with."""
+        if self.settings.max_positions != "auto":
+            return None
+        if not self.resume.goes_on:
+            return self._longest_record
+        noted = self.resume.noted("max_positions")
+        return lambda checked: noted if noted is not None and max(checked.report.positions) > noted else None
+
+    def _longest_record(self, checked: CheckedData) -> int | None:
+        """How many positions a record may have for the card; None where every one fits."""
+        model_class, config = self.family.class_and_config(
+            vars(self.trainer), self._arguments_parsed, self.accelerator.device
+        )
+        self.family.check_class(model_class)
+        adapters = self.adapters.plan if self.adapters is not None else None
+        return self.decisions.longest_record(model_class, config, self.accelerator, checked, adapters)
 
     @ending_the_run()
     def loader_made(self, loader: Any) -> Any:
@@ -277,6 +298,8 @@ class Session:
             adapters=self.adapters,
             before_first=self.ledger.verify,
             tries_longest=self.settings.longest_first == "1",
+            nonfinite=NonFiniteGradients(self.settings.nonfinite, self.data.name_record),
+            trainer_decides=self.family.decides_on_nonfinite(self._arguments_parsed),
             say=log,
         )
 
@@ -322,7 +345,10 @@ class Session:
         if not self.parallel.owns_optimizer:
             self._optimizer_prepared(wrapper)
         if self.accelerator.is_main_process:
-            self.record.started(self._output_folder, self.accelerator.device)
+            self.record.started(self._output_folder, self.accelerator.device, self._about())
+        own_loader = next((item for item in prepared if hasattr(item, "base_dataloader")), None)
+        micro_batches = self.data.micro_batches if own_loader is None else len(own_loader)
+        self.loop.total_steps = steps_of_training(self._arguments_parsed, micro_batches)
         processes = self.accelerator.num_processes
         if self.corrects("learning_rate_steps") and step_rate_once(prepared, processes):
             log(
@@ -400,6 +426,11 @@ class Session:
         """Names of the parameters whose gradients were not finite when they were clipped last."""
         return self.loop.nonfinite_gradients
 
+    @property
+    def checks_gradients(self) -> bool:
+        """Whether the layer decides what becomes of gradients that are not finite, and not the trainer."""
+        return not self.loop.trainer_decides and not self.parallel.owns_optimizer
+
     def corrects(self, name: str) -> bool:
         """Whether the named departure from upstream's numbers is wanted."""
         return self.settings.corrects(name)
@@ -448,7 +479,20 @@ class Session:
         )
         log(f"{describe_parameters(model)} kept_off_gpu={self._parked_bytes / GIB:.2f}GiB")
 
+    def _about(self) -> dict[str, Any]:
+        """What the log says of the run before its first step."""
+        choice = self.decisions.choice
+        return {
+            "family": self.family.name,
+            "moss_tts_patches": __version__,
+            "method": self.settings.method,
+            "schedule": self.decisions.schedule,
+            "plan": None if choice is None else choice.rung.name,
+            "plan_bytes": {} if choice is None else choice.planned_bytes(),
+        }
+
     def _report_end(self) -> None:
+        self.record.ended()
         if self.clock.has_timed:
             log(
                 f"steps={self.clock.steps} median_step_time={self.clock.median_seconds():.2f}s "

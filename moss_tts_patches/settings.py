@@ -107,6 +107,16 @@ class Settings(BaseSettings):
         description="the training goes on from: auto, the newest whole resume point in OUTPUT_DIR if there is one; the "
         "path of a resume point; or off",
     )
+    progress: Literal["auto", "1", "0"] = Field(
+        "auto",
+        description="a bar with loss, memory and remaining time: on a terminal; always (a line every 10 s where there "
+        "is no terminal); never",
+    )
+    nonfinite: Literal["stop", "skip"] = Field(
+        "stop",
+        description="gradients that are not finite: stop, naming parameters and records, or leave out the step and go "
+        "on",
+    )
     self_check: Literal["0", "1"] = Field(
         "1", description="compare our loss and gradients with upstream's on a shrunken model before loading"
     )
@@ -120,7 +130,11 @@ class Settings(BaseSettings):
     bad_records: Literal["stop", "skip"] = Field(
         "stop", description="faulty records: stop with a list of them, or train without them (skipped_records.jsonl)"
     )
-    max_positions: int | None = Field(None, ge=1, description="leave out records with more positions")
+    max_positions: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
+        None,
+        description="leave out records with more positions than this; auto: than the planner finds room for in any "
+        "plan that your settings allow",
+    )
     valid_jsonl: str | None = Field(
         None, description="records to evaluate while training, named as --train-jsonl names its own"
     )
@@ -170,6 +184,15 @@ class Settings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _auto_needs_a_plan(self) -> Settings:
+        if self.max_positions == "auto" and self.plan == "off":
+            raise ValueError(
+                f"{PREFIX}MAX_POSITIONS is auto, but {PREFIX}PLAN is off, and the planner finds the number. Set a "
+                f"number, or unset {PREFIX}PLAN"
+            )
+        return self
+
     @field_validator("corrections", mode="before")
     @classmethod
     def _split_corrections(cls, value: object) -> object:
@@ -193,6 +216,11 @@ class Settings(BaseSettings):
     @property
     def saves_best(self) -> bool:
         return self.validates and self.valid_best == "1"
+
+    @property
+    def most_positions(self) -> int | None:
+        """Of a record, where the user has set a number."""
+        return None if self.max_positions == "auto" else self.max_positions
 
     @property
     def checkpoints_always(self) -> bool:

@@ -368,7 +368,7 @@ def test_nothing_left_is_an_error(tmp_path: Path) -> None:
 
 
 def test_upper_bounds_leave_nothing_out(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="MAX_POSITIONS needs exact positions"):
+    with pytest.raises(DataError, match="MAX_POSITIONS=10000 needs exact positions"):
         load_checked(
             upstream_loader,
             str(write(tmp_path / "a.jsonl", speech())),

@@ -18,7 +18,7 @@ from tolerances import TOLERANCES
 from typer.testing import CliRunner
 
 from moss_tts_patches import cli
-from moss_tts_patches.runtime.plots import PAGE, write_report
+from moss_tts_patches.runtime.plots import PAGE, _draw_loss, _draw_memory, write_report
 from moss_tts_patches.runtime.progress import LOG_NAME, LineLog, StepRecorder, read_log, read_memory
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -130,7 +130,22 @@ def test_the_next_window_starts_empty(tmp_path: Path) -> None:
     _, second = lines(tmp_path / LOG_NAME)
     assert second["loss"] is None
     assert second["seconds"] == 4.0
+    assert (second["nonfinite_losses"], second["frames_per_second"]) == (1, 0.25)
     assert second["loss_by_codebook"] == {}
+
+
+def test_one_loss_that_is_not_finite_does_not_hide_the_others(tmp_path: Path) -> None:
+    recorder = StepRecorder(LineLog(tmp_path / LOG_NAME), dict, Clock())
+    for loss in (2.0, float("inf"), 4.0):
+        recorder.micro_batch(torch.tensor(loss), 1, 1)
+    written = recorder.step(1, 0.1, 1e-3, float("inf"), skipped=True)
+    assert (written["loss"], written["micro_batches"], written["nonfinite_losses"]) == (3.0, 3, 1)
+    assert written["skipped"] is True
+    recorder.micro_batch(torch.tensor(9.0), 1, 1)
+    recorder.forget()
+    recorder.micro_batch(torch.tensor(5.0), 1, 1)
+    again = recorder.step(2, 0.1, 1e-3, 1.0)
+    assert again["loss"] == 5.0 and "skipped" not in again and "nonfinite_losses" not in again
 
 
 def test_no_synchronisation_before_the_step_ends(tmp_path: Path) -> None:
@@ -161,9 +176,23 @@ def test_a_resumed_run_replaces_what_it_does_again(tmp_path: Path) -> None:
         log.write({"step": step, "loss": 2.0})
     with open(path, "a", encoding="utf-8") as file:
         file.write('{"step": 9')
-    about, steps = read_log(path)
-    assert about == {"plan_bytes": {"gpu": 5}}
-    assert [(one["step"], one["loss"]) for one in steps] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    run = read_log(path)
+    assert run.about == {"plan_bytes": {"gpu": 5}}
+    assert [(one["step"], one["loss"]) for one in run.steps] == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+def test_lines_of_other_kinds_are_told_apart(tmp_path: Path) -> None:
+    """Validation lines are kept by themselves and go when their step is done again; events are passed over."""
+    log = LineLog(tmp_path / LOG_NAME)
+    for step in (1, 2, 3):
+        log.write({"step": step, "loss": 1.0})
+        log.write({"step": step, "valid_loss": 2.0 + step})
+    log.write({"step": 4, "nonfinite": "left out", "parameters": ["a"]})
+    log.write({"step": 2, "loss": 1.5})
+    run = read_log(tmp_path / LOG_NAME)
+    assert [(one["step"], one["loss"]) for one in run.steps] == [(1, 1.0), (2, 1.5)]
+    assert [(one["step"], one["valid_loss"]) for one in run.validation] == [(1, 3.0)]
+    assert run.about == {}
 
 
 # -- pictures --------------------------------------------------------------------------------------------------------
@@ -196,6 +225,34 @@ def test_pictures_and_a_page(tmp_path: Path) -> None:
     assert "<td>20.0</td>" in page
     assert "<td>1.69 GiB</td>" in page
     assert "&lt;b&gt;a&amp;b&lt;/b&gt;" in page and "<b>" not in page
+
+
+def drawn(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Curves of the two pictures by label: loss and memory."""
+    from matplotlib.figure import Figure
+
+    run = read_log(folder / LOG_NAME)
+    pictures = []
+    for draw in (_draw_loss, _draw_memory):
+        axes = Figure().add_subplot()
+        draw(axes, run)
+        pictures.append({line.get_label(): line for line in axes.get_lines()})
+    return pictures[0], pictures[1]
+
+
+def test_plan_and_validation_are_drawn_where_there_are_any(tmp_path: Path) -> None:
+    loss, memory = drawn(training(tmp_path))
+    assert "validation" not in loss
+    assert list(memory["gpu peak, planned"].get_ydata()) == [2.0, 2.0]
+    log = LineLog(tmp_path / LOG_NAME)
+    log.write({"plan_bytes": {}})
+    log.write({"step": 4, "valid_loss": 3.5})
+    log.write({"step": 8, "valid_loss": 2.25})
+    loss, memory = drawn(tmp_path)
+    assert [list(loss["validation"].get_xdata()), list(loss["validation"].get_ydata())] == [[4, 8], [3.5, 2.25]]
+    assert set(memory) == {"host", "gpu peak"}
+    page = write_report(tmp_path)[-1].read_text(encoding="utf-8")
+    assert "2.2500 at step 8" in page and "planned" not in page
 
 
 def test_another_training_is_another_picture(tmp_path: Path) -> None:

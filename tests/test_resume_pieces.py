@@ -10,7 +10,7 @@ from itertools import chain
 import numpy
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 from transformers import get_scheduler
@@ -24,6 +24,7 @@ from moss_tts_patches.runtime.resume.loader import loader_class, loader_generato
 from moss_tts_patches.runtime.resume.origin import Origin
 from moss_tts_patches.runtime.resume.point import write_point
 from moss_tts_patches.runtime.resume.quiet import Quiet
+from moss_tts_patches.runtime.resume.record_order import RecordOrder
 from moss_tts_patches.runtime.resume.schedule import move_schedule
 from moss_tts_patches.runtime.resume.tensors import (
     check_weights,
@@ -58,7 +59,7 @@ class Plan:
     device = CPU
 
     def __init__(self, finished=0):
-        self.finished, self.start = finished, None
+        self.finished, self.start, self.order = finished, None, RecordOrder()
 
     def loader_made(self, loader):
         pass
@@ -111,6 +112,29 @@ def test_the_rest_of_an_epoch_comes_in_the_order_of_the_whole(finished, own_gene
     assert dataset.fetched == list(chain(*whole[done:]))
     assert torch.equal(torch.get_rng_state(), before)
     assert isinstance(loader.batch_sampler, BatchSampler)  # the detour is gone
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_records_of_each_batch_are_known(workers):
+    """Also where workers and accelerate's look at the next batch run ahead; twice, the second time from batch 2 on."""
+    plan = Plan()
+    loader = loader_class(DataLoader, plan)(Counting(), batch_size=2, shuffle=True, num_workers=workers)
+    ahead = DataLoaderShard(loader.dataset, batch_sampler=loader.batch_sampler, num_workers=workers)
+    ahead.base_dataloader.__class__ = type(loader)
+    for finished in (0, 2):
+        plan.finished, plan.start = finished, None
+        for number, batch in enumerate(ahead):
+            if number >= finished:
+                assert plan.order.next() == order([batch])[0]
+        assert number == 5 and plan.order.next() == []
+
+
+def test_an_epoch_that_was_left_leaves_nothing_behind():
+    plan = Plan()
+    loader = loader_class(DataLoader, plan)(Counting(), batch_size=2, shuffle=True, num_workers=2)
+    next(iter(loader))
+    for batch in loader:
+        assert plan.order.next() == order([batch])[0]
 
 
 def test_control_without_rewinding_the_order_is_another():

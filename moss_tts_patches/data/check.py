@@ -131,6 +131,8 @@ class RecordCheck:
             self._longest = size.positions
             report.longest = (place, item.identity)
         report.positions.append(size.positions)
+        report.lines.append(item.line)
+        report.files_of.append(len(report.files) - 1)
         report.supervised += size.supervised
         report.frames += size.frames
         report.references_without_codes += size.references_without_codes

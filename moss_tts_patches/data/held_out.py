@@ -74,11 +74,18 @@ def take_share(checked: CheckedData, share: float, seed: int) -> tuple[CheckedDa
     kept = [index for index in range(count) if index not in taken]
     held = [records[index] for index in range(count) if index in taken]
     report = checked.report
-    positions = array("I", (report.positions[index] for index in kept))
+    positions, lines, files_of = (
+        array("I", (values[index] for index in kept)) for values in (report.positions, report.lines, report.files_of)
+    )
     # Labels are not counted by record; what is left has its part of them by length.
     part = sum(positions) / max(sum(report.positions), 1)
     left = replace(
-        report, positions=positions, supervised=round(part * report.supervised), frames=round(part * report.frames)
+        report,
+        positions=positions,
+        lines=lines,
+        files_of=files_of,
+        supervised=round(part * report.supervised),
+        frames=round(part * report.frames),
     )
     training = CheckedData((files, [records[index] for index in kept], own, sharded), left)
     return training, ValidationRecords(held, of_all=not sharded)

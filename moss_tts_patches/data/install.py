@@ -23,6 +23,11 @@ from .rules import RecordRules
 
 SKIPPED = "skipped_records.jsonl"
 
+INEXACT = (
+    "data: MOSS_LOWMEM_MAX_POSITIONS={} needs exact positions, and this trainer's prompts cannot be counted. Unset it, "
+    "or use the upstream commit named in the README."
+)
+
 #: What a trainer's ``load_jsonl_for_rank`` returns: all files, records of the process, its files, whether pre-sharded.
 Loaded = tuple[list[Path], list[dict[str, Any]], list[Path], bool]
 
@@ -104,10 +109,7 @@ def load_checked(
         SeamError: the trainer's function reads records in another way.
     """
     if options.max_positions is not None and not counter.exact:
-        raise DataError(
-            "data: MOSS_LOWMEM_MAX_POSITIONS needs exact positions, and this trainer's prompts cannot be counted. "
-            "Unset it, or use the upstream commit named in the README."
-        )
+        raise DataError(INEXACT.format(options.max_positions))
     compare_loaders(upstream)
     files = find_files(spec)
     own, sharded = files_of_rank(files, processes, rank)

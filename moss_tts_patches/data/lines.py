@@ -102,7 +102,7 @@ def _examine_rest(
         audio = EXAMINE[rules.layout](record, rules, b"true" in rest or b"false" in rest)
     except RecordFault:
         return None
-    return Examined(number, _identity(record), hashlib.sha256(line).digest(), record, places, audio)
+    return Examined(number, record_identity(record), hashlib.sha256(line).digest(), record, places, audio)
 
 
 def _examine_whole(number: int, line: bytes, rules: RecordRules) -> Examined | None:
@@ -116,10 +116,10 @@ def _examine_whole(number: int, line: bytes, rules: RecordRules) -> Examined | N
             raise RecordFault("JSON", f"a {type(record).__name__}; expected one JSON object a line")
         audio = EXAMINE[rules.layout](record, rules, b"true" in line or b"false" in line)
     except RecordFault as fault:
-        return Examined(number, _identity(record), fault=(fault.kind, fault.problem))
-    return Examined(number, _identity(record), hashlib.sha256(line).digest(), record, (), audio)
+        return Examined(number, record_identity(record), fault=(fault.kind, fault.problem))
+    return Examined(number, record_identity(record), hashlib.sha256(line).digest(), record, (), audio)
 
 
-def _identity(record: Any) -> str:
+def record_identity(record: Any) -> str:
     found = record.get("id") if isinstance(record, dict) else None
     return "none" if found is None else str(found)

@@ -28,6 +28,8 @@ class DataReport:
         faults: records that cannot be trained on.
         too_long: records beyond the longest that was allowed.
         positions: one number a kept record, in the trainer's order.
+        lines: line of each kept record in its file, in the same order.
+        files_of: index into ``files`` of each kept record.
         supervised: positions with a label, of all kept records.
         frames: of the audio that is learned, of all kept records.
         longest: place and id of the kept record with the most positions.
@@ -43,6 +45,8 @@ class DataReport:
     faults: list[LeftOut] = field(default_factory=list)
     too_long: list[LeftOut] = field(default_factory=list)
     positions: array[int] = field(default_factory=lambda: array("I"))
+    lines: array[int] = field(default_factory=lambda: array("I"))
+    files_of: array[int] = field(default_factory=lambda: array("I"))
     supervised: int = 0
     frames: int = 0
     longest: tuple[Place, str] | None = None
@@ -53,6 +57,10 @@ class DataReport:
     @property
     def kept(self) -> int:
         return len(self.positions)
+
+    def place(self, index: int) -> Place:
+        """Returns where a kept record stands."""
+        return Place(self.files[self.files_of[index]], self.lines[index])
 
     @property
     def kinds(self) -> dict[str, int]:

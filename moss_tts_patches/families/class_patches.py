@@ -23,6 +23,10 @@ class RunHooks(Protocol):
         """Names of the parameters whose gradients were not finite when they were clipped last."""
 
     @property
+    def checks_gradients(self) -> bool:
+        """Whether the layer decides what becomes of gradients that are not finite, and not the trainer."""
+
+    @property
     def loss_inside_forward(self) -> bool:
         """Whether the engine needs the whole loss within the forward of the model that it wrapped."""
 

@@ -157,6 +157,17 @@ class Family(ABC):
     def model_class(self, namespace: dict[str, Any]) -> type[nn.Module] | None:
         """The class whose ``from_pretrained`` the trainer calls; None where the checkpoint's own code brings it."""
 
+    def class_and_config(self, namespace: dict[str, Any], arguments: Any, device: torch.device) -> tuple[Any, Any]:
+        """The class that the trainer will load, and its config, before it does so.
+
+        Args:
+            namespace: the trainer's.
+            arguments: its parsed command line.
+            device: of the training.
+        """
+        model_class: Any = self.model_class(namespace)
+        return model_class, model_class.config_class.from_pretrained(arguments.model_path)
+
     @abstractmethod
     def check_structure(self, model: nn.Module) -> None:
         """Checks parts, list lengths and shapes of an instance; raises SeamError."""
@@ -195,6 +206,10 @@ class Family(ABC):
     def autograd_reason(self, arguments: Any) -> str | None:
         """Why a run with these parsed arguments needs the ``autograd`` schedule, or None."""
         return None
+
+    def decides_on_nonfinite(self, arguments: Any) -> bool:
+        """Whether an option of the trainer's own says what becomes of losses and gradients that are not finite."""
+        return False
 
     @abstractmethod
     def record_rules(self, config: Any) -> RecordRules:

@@ -31,7 +31,7 @@ from .family import (
     check_parts,
     shrink_qwen3,
 )
-from .local_v15_patches import ATTENTION_MASK, patch_trainer, unwrap
+from .local_v15_patches import ATTENTION_MASK, patch_trainer, remote_class, unwrap
 
 _BATCH = ("input_ids", "attention_mask", "labels", "channelwise_loss_weight")
 
@@ -59,6 +59,8 @@ class LocalV15Family(Family):
         Seam("compute_supervised_loss", ("model", *_BATCH)),
         Seam("first_nonfinite_gradient", ("model",)),
         Seam("is_finite_scalar", ("value",)),
+        Seam("resolve_torch_dtype", ("mixed_precision",)),
+        Seam("resolve_attn_implementation", ("requested", "device", "dtype")),
     )
     class_seams: ClassVar[tuple[Seam, ...]] = (
         Seam("forward", ("input_ids", "attention_mask", "inputs_embeds", "use_cache", "return_dict")),
@@ -91,6 +93,13 @@ class LocalV15Family(Family):
     def model_class(self, namespace: dict[str, Any]) -> None:
         return None
 
+    def class_and_config(self, namespace: dict[str, Any], arguments: Any, device: torch.device) -> tuple[Any, Any]:
+        model_class, config = remote_class(arguments.model_path)
+        dtype = namespace["resolve_torch_dtype"](arguments.mixed_precision)
+        resolve = namespace["resolve_attn_implementation"]
+        config.attn_implementation = resolve(arguments.attn_implementation, device=device, dtype=dtype)
+        return model_class, config
+
     def check_structure(self, model: Any) -> None:
         config = model.config
         check_parts(
@@ -119,8 +128,11 @@ class LocalV15Family(Family):
     def unread_embeddings(self, model: Any) -> Sequence[tuple[nn.Module, str]]:
         return ()  # the text head of this family is never multiplied, but it is the input embedding
 
+    def decides_on_nonfinite(self, arguments: Any) -> bool:
+        return bool(getattr(arguments, "skip_nonfinite_batches", False))
+
     def autograd_reason(self, arguments: Any) -> str | None:
-        if not getattr(arguments, "skip_nonfinite_batches", False):
+        if not self.decides_on_nonfinite(arguments):
             return None
         return (
             "--skip-nonfinite-batches drops a micro-batch after its loss is known; the other schedules have added its "

@@ -27,7 +27,7 @@ def patch_trainer(session: RunHooks) -> None:
         ("configure_gradient_checkpointing", _layer_checkpointing, "backbone layers only, wrapped one by one"),
         ("compute_supervised_loss", _chunked_loss, "the chunked loss"),
         ("first_nonfinite_gradient", _seen_gradient, "gradients may be on the host, or spoilt by clipping"),
-        ("is_finite_scalar", _agreed_finite, "all processes skip a batch, or none"),
+        ("is_finite_scalar", _agreed_finite, "all processes skip a batch, or none; or MOSS_LOWMEM_NONFINITE decides"),
     ):
         upstream = getattr(session.trainer, name)
         session.ledger.apply(session.trainer, name, functools.wraps(upstream)(wrap(session, upstream)), reason)
@@ -38,9 +38,15 @@ def patch_trainer(session: RunHooks) -> None:
 
 
 def _agreed_finite(session: RunHooks, upstream: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
-    """Has all processes give one answer: one that skips its batch alone leaves the others waiting in the backward."""
+    """Has all processes give one answer: one that skips its batch alone leaves the others waiting in the backward.
+
+    Where the layer looks at gradients it has none: the loop would end with a traceback, or wait for the device in every
+    micro-batch.
+    """
 
     def is_finite_scalar(value: torch.Tensor) -> bool:
+        if session.checks_gradients:
+            return True
         finite = upstream(value)
         if not torch.distributed.is_initialized():
             return finite
@@ -60,7 +66,7 @@ def unwrap(model: Any) -> Any:
 
 def _checked_loader(session: RunHooks, upstream: Callable[..., Any]) -> Callable[..., Any]:
     def load_training_model(*, accelerator: Any, model_path: str, model_dtype: Any, attn_implementation: str) -> Any:
-        model_class, config = _remote_class(model_path)
+        model_class, config = remote_class(model_path)
         config.attn_implementation = attn_implementation
         session.before_model_load(model_class, config)
         with _loading_with(session.trainer, session.loading_options()):
@@ -105,7 +111,7 @@ def _loading_with(trainer: Any, options: dict[str, Any]) -> Iterator[None]:
         trainer.AutoModel = upstream
 
 
-def _remote_class(model_path: str) -> tuple[Any, Any]:
+def remote_class(model_path: str) -> tuple[Any, Any]:
     """Resolves the model class that the checkpoint brings, and its config, as ``AutoModel`` will.
 
     Raises:

@@ -11,7 +11,7 @@ from .figures import RungFigures
 from .ladder import Pinned, list_rungs
 from .methods import SHAPES
 from .plan_cache import PlanCache
-from .reserve import GIB, Assessment, Limits, assess
+from .reserve import GIB, Assessment, Limits, assess, host_needed
 from .rungs import METHODS, MicroBatch, Rung
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ class Choice:
             f"reserve={self.assessment.reserve.total / GIB:.2f}GiB margin={self.assessment.margin / GIB:.2f}GiB "
             f"host={figures.host_total() / GIB:.2f}GiB flops={figures.flops / 1e12:.1f}TFLOP pin='{pin}'"
         )
+
+    def planned_bytes(self) -> dict[str, float]:
+        """What a run is expected to need at most, by the names of its log's readings."""
+        figures = self.assessment.figures
+        return {"gpu_peak": figures.peak_bytes, "host": host_needed(figures)}
 
 
 def choose_plan(
@@ -76,7 +81,7 @@ def choose_plan(
     rungs = list_rungs(pinned, has_depth=tracer.has_depth(), methods=methods)
     tried: list[Assessment] = []
     for method in dict.fromkeys(rung.method for rung in rungs):
-        able = [rung for rung in rungs if rung.method == method and _could_fit(tracer, rung, limits)]
+        able = [rung for rung in rungs if rung.method == method and could_fit(tracer, rung, limits)]
         found = [fit_to_host(tracer.figures, rung, limits, pinned) for rung in able]
         best = cheapest(found, limits.accumulation)
         if best is not None:
@@ -115,7 +120,7 @@ def fit_to_host(figure_of: FigureOf, rung: Rung, limits: Limits, pinned: Pinned)
     return assess(figures, limits) if "host_gradient_dtype" in pinned else _assess_narrowing(figures, limits)
 
 
-def _could_fit(tracer: Tracer, rung: Rung, limits: Limits) -> bool:
+def could_fit(tracer: Tracer, rung: Rung, limits: Limits) -> bool:
     """Whether what stands between steps leaves room; asks for no simulation."""
     if rung.method != "full":
         return _is_known(tracer, rung.method)

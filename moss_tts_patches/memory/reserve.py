@@ -117,9 +117,13 @@ def assess(figures: RungFigures, limits: Limits) -> Assessment:
     """Holds a rung against the limits."""
     reserve = Reserve.for_figures(figures)
     margin = limits.card_bytes - figures.peak_bytes - reserve.total
-    processes = figures.rung.processes if isinstance(figures.rung, EngineRung) else 1
-    needed = HOST_PROCESS_BYTES * processes + max(figures.host_total(), figures.model_bytes)
-    if isinstance(figures.rung, UpstreamRung):
-        needed = HOST_PROCESS_BYTES + figures.model_bytes
-    host_margin = float("inf") if limits.host_bytes is None else limits.host_bytes - needed
+    host_margin = float("inf") if limits.host_bytes is None else limits.host_bytes - host_needed(figures)
     return Assessment(figures, reserve, margin, host_margin)
+
+
+def host_needed(figures: RungFigures) -> float:
+    """Bytes of host memory that a rung needs, the process itself included."""
+    if isinstance(figures.rung, UpstreamRung):
+        return HOST_PROCESS_BYTES + figures.model_bytes
+    processes = figures.rung.processes if isinstance(figures.rung, EngineRung) else 1
+    return HOST_PROCESS_BYTES * processes + max(figures.host_total(), figures.model_bytes)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import ending_the_run
+from .bar import lines_above_bars
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -45,7 +46,8 @@ def lowmem_accelerator(base: type, session: Session) -> type:
 
         def print(self, *args: Any, **kwargs: Any) -> None:
             if not session.resume.quiet.on:
-                super().print(*args, **kwargs)
+                with lines_above_bars():
+                    super().print(*args, **kwargs)
 
         def gather(self, tensor: Any) -> Any:
             # Of a replay: its losses, for lines that nobody sees.
@@ -75,7 +77,8 @@ def lowmem_accelerator(base: type, session: Session) -> type:
                 session.record.gradient_norm = total
                 return total
             self.unscale_gradients()
-            return session.loop.clip_gradients(list(parameters), max_norm, norm_type)
+            with ending_the_run():
+                return session.loop.clip_gradients(list(parameters), max_norm, norm_type)
 
     LowMemAccelerator.__name__ = LowMemAccelerator.__qualname__ = base.__name__
     return LowMemAccelerator

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engines import TrainingEngine
+from ..errors import SettingsError
 from ..families.family import Family
 from ..loss.engine import EngineOptions
 from ..memory.planner import Choice
 from ..settings import Settings
-from .plan import card_memory, longest_micro_batch, plan_run
+from .plan import card_memory, longest_micro_batch, longest_record, plan_run
 
 if TYPE_CHECKING:
     from ..adapters.plan import AdapterPlan
@@ -81,11 +82,6 @@ class Decisions:
         if not plans or card is None or checked is None:
             return
         lengths, arguments = checked.report.positions, self._arguments
-        pinned = self._settings.pinned_rung()
-        if self.schedule == "autograd":  # asked for, or the only one that can do what was asked for
-            pinned["schedule"] = "autograd"
-        if accelerator.scaler is not None:
-            pinned["gradients"] = "device"
         self.choice = plan_run(
             self._family,
             model_class,
@@ -93,7 +89,7 @@ class Decisions:
             batch=longest_micro_batch(lengths, checked.report.supervised, arguments.per_device_batch_size),
             card_bytes=card,
             accumulation=accelerator.gradient_accumulation_steps,
-            pinned=pinned,
+            pinned=self._pinned(accelerator),
             method=self._settings.method,
             adapters=adapters,
             lengths=lengths,
@@ -101,6 +97,48 @@ class Decisions:
             say=self._say,
         )
         self.schedule = self.choice.rung.schedule
+
+    def _pinned(self, accelerator: Any) -> dict[str, Any]:
+        pinned = self._settings.pinned_rung()
+        if self.schedule == "autograd":  # asked for, or the only one that can do what was asked for
+            pinned["schedule"] = "autograd"
+        if accelerator.scaler is not None:
+            pinned["gradients"] = "device"
+        return pinned
+
+    def longest_record(
+        self, model_class: Any, config: Any, accelerator: Any, checked: CheckedData, adapters: AdapterPlan | None
+    ) -> int | None:
+        """Returns how many positions a record may have for the card, None where every one fits.
+
+        Raises:
+            LowMemError: there is nothing to plan for, or not even the shortest record fits.
+        """
+        card = card_memory(accelerator.device, self._settings.vram)
+        if card is None:
+            raise SettingsError(
+                "MOSS_LOWMEM_MAX_POSITIONS=auto: there is no card whose memory could set the limit. Set a number, or "
+                "the memory to plan for in GiB (MOSS_LOWMEM_VRAM)."
+            )
+        if self._parallel.autograd_reason is not None:
+            raise SettingsError(
+                f"MOSS_LOWMEM_MAX_POSITIONS=auto: the planner knows one process, and this training runs under "
+                f"{self._parallel.title}. Set a number; moss-lowmem plan shows what a length needs."
+            )
+        return longest_record(
+            self._family,
+            model_class,
+            config,
+            positions=checked.report.positions,
+            supervised=checked.report.supervised,
+            records=self._arguments.per_device_batch_size,
+            card_bytes=card,
+            accumulation=accelerator.gradient_accumulation_steps,
+            pinned=self._pinned(accelerator),
+            method=self._settings.method,
+            adapters=adapters,
+            say=self._say,
+        )
 
     @property
     def checkpoints_layers(self) -> bool:

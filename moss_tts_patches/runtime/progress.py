@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -157,7 +158,9 @@ class StepRecorder:
             before = self._channels.get(name, (0.0, 0.0))
             self._channels[name] = (before[0] + sums[index].detach(), before[1] + counts[index])  # type: ignore[operator]
 
-    def step(self, step: int, epoch: float, lr: float, grad_norm: torch.Tensor | float | None) -> dict[str, Any]:
+    def step(
+        self, step: int, epoch: float, lr: float, grad_norm: torch.Tensor | float | None, skipped: bool = False
+    ) -> dict[str, Any]:
         """Writes the line of an optimizer step and begins the next window.
 
         Args:
@@ -165,6 +168,7 @@ class StepRecorder:
             epoch: how many times the data was seen, with its fraction.
             lr: the learning rate of this step.
             grad_norm: before clipping; None where it was not asked for.
+            skipped: the weights were left as they were, because the gradients were not finite.
 
         Returns:
             What was written.
@@ -172,21 +176,27 @@ class StepRecorder:
         now = self._clock()
         losses = torch.stack(self._losses).tolist() if self._losses else []
         seconds = now - self._last_step
+        finite = [loss for loss in losses if math.isfinite(loss)]
         values = {
             "step": step,
             "epoch": round(epoch, 4),
-            "loss": sum(losses) / len(losses) if losses else None,
+            "loss": sum(finite) / len(finite) if finite else None,
             "micro_batches": len(losses),
             "loss_by_codebook": self._channel_losses(),
             "grad_norm": None if grad_norm is None else float(grad_norm),
             "lr": lr,
             "positions": self._positions,
             "frames": self._frames,
+            "frames_per_second": self._frames / max(seconds, 1e-9),
             "seconds": seconds,
             "seconds_by_phase": dict(self._seconds),
             "memory_bytes": dict(self._read_memory()),
             "time": time.time(),
         }
+        if len(finite) < len(losses):
+            values["nonfinite_losses"] = len(losses) - len(finite)
+        if skipped:
+            values["skipped"] = True
         self._log.write(values)
         self._last_step = now
         self._reset()
@@ -199,6 +209,10 @@ class StepRecorder:
     def validation(self, values: Mapping[str, Any]) -> None:
         """Writes a line about an evaluation."""
         self._log.write({**values, "time": time.time()})
+
+    def forget(self) -> None:
+        """Drops what was gathered since the last line; its time counts to the next one."""
+        self._reset()
 
     def _channel_losses(self) -> dict[str, float]:
         """Returns each channel's mean over the window's labels; a channel without labels is left out."""
@@ -217,27 +231,40 @@ def read_memory(device: torch.device) -> dict[str, int]:
     return found
 
 
-def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Reads a log.
+@dataclass
+class RunLog:
+    """What a log says.
 
-    Returns:
-        What was written about the run (lines without a step, later ones win), and the steps in order. A step that was
-        done twice, because a run went on from an earlier one, counts as it was done last; steps that a resumed run has
-        not reached again yet are of the run before, and are left out. Lines about an evaluation are no steps.
+    Attributes:
+        about: the run (lines without a step, later ones win).
+        steps: in order. A step that was done twice, because a run went on from an earlier one, counts as it was done
+            last; steps that a resumed run has not reached again yet are of the run before, and are left out.
+        validation: lines with a ``valid_loss``, in order, by the same rule.
     """
+
+    about: dict[str, Any] = field(default_factory=dict)
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    validation: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_log(path: Path) -> RunLog:
+    """Reads a log, whole or being written; lines of other kinds are passed over."""
     about: dict[str, Any] = {}
     steps: dict[int, dict[str, Any]] = {}
+    validation: dict[int, dict[str, Any]] = {}
     with open(path, encoding="utf-8") as file:
         for line in file:
             if not line.endswith("\n"):
                 break  # being written
             values = json.loads(line)
-            if "step" not in values:
+            step = values.get("step")
+            if step is None:
                 about.update(values)
-                continue
-            if "valid_loss" in values:
-                continue
-            if values["step"] in steps:
-                steps = {number: one for number, one in steps.items() if number < values["step"]}
-            steps[values["step"]] = values
-    return about, [steps[number] for number in sorted(steps)]
+            elif "loss" in values:
+                if step in steps:
+                    steps = {number: one for number, one in steps.items() if number < step}
+                    validation = {number: one for number, one in validation.items() if number < step}
+                steps[step] = values
+            elif "valid_loss" in values:
+                validation[step] = values
+    return RunLog(about, [steps[number] for number in sorted(steps)], [validation[n] for n in sorted(validation)])

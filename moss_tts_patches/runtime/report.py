@@ -10,6 +10,8 @@ from datetime import datetime
 import torch
 from torch import nn
 
+from .bar import lines_above_bars
+
 GIB = 2**30
 
 
@@ -28,7 +30,8 @@ def log_from_any(line: str) -> None:
     """Prints a line whichever process this is; others than the main one say which they are."""
     rank = process_rank()
     speaker = f"rank={rank} " if rank else ""
-    print(f"[{datetime.now():%Y-%m-%d %H:%M:%S}] [lowmem] {speaker}{line}", flush=True)
+    with lines_above_bars():
+        print(f"[{datetime.now():%Y-%m-%d %H:%M:%S}] [lowmem] {speaker}{line}", flush=True)
 
 
 class StepClock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 from ..engines import TrainingEngine
-from ..errors import NumericsError, first_ten
+from ..errors import NumericsError, ending_the_run, first_ten
 from ..families.family import Family, LossOutput, TrainingContext
+from .nonfinite import NonFiniteGradients
 from .recording import RunRecord
 from .report import StepClock
 from .resume.run import ResumableRun
@@ -34,7 +36,10 @@ class TrainingLoop:
         context: what the family's forward is given.
         before_first: runs before the first micro-batch that is computed.
         tries_longest: the longest records go through forward and backward before the first micro-batch.
+        nonfinite: remembers a window for the case that its gradients are not finite.
+        trainer_decides: the trainer's own option says what becomes of values that are not finite.
         optimizer: the layer's; None until it is built.
+        total_steps: of the training; None where it is not known.
         nonfinite_gradients: names of the parameters whose gradients were not finite when they were clipped last.
         call_form: how the trainer calls its loss; None before it has.
     """
@@ -52,13 +57,19 @@ class TrainingLoop:
     adapters: AdapterTraining | None
     before_first: Callable[[], object]
     tries_longest: bool
+    nonfinite: NonFiniteGradients
+    trainer_decides: bool
     say: Callable[[str], None]
     optimizer: Any = None
+    total_steps: int | None = None
     nonfinite_gradients: list[str] = field(default_factory=list)
     call_form: CallForm | None = None
     _diverted: Callable[[Any, dict[str, Any]], Any] | None = None
     _begun: bool = False
     _losses: int = 0
+    _norm_known: bool = False
+    _leaves_out: bool = False
+    _left_out: int = 0
 
     def drive(self, optimizer: Any) -> None:
         """Takes part in the steps of the layer's optimizer."""
@@ -67,8 +78,26 @@ class TrainingLoop:
         optimizer.register_step_post_hook(self._after_step)
 
     def watch_step(self, wrapper: Any) -> None:
-        """Times and guards the step of the optimizer that accelerate made of the layer's."""
-        wrapper.step = self.record.within("step", self.watch.guard.within(self._name_of_step, wrapper.step))
+        """Times and guards the step of the optimizer that accelerate made of the layer's, or leaves it out."""
+        step = self.record.within("step", self.watch.guard.within(self._name_of_step, wrapper.step))
+
+        @functools.wraps(step)
+        def unless_not_finite(*args: Any, **options: Any) -> Any:
+            if not self.accelerator.sync_gradients:
+                return step(*args, **options)
+            if not self._norm_known and self.accelerator.scaler is None:
+                with ending_the_run():
+                    self._look_at_gradients()
+            if self.accelerator.scaler is None:
+                # accelerate's mark of a step that a loss scaler left out: schedulers stand still then.
+                wrapper._is_overflow = self._leaves_out
+            result = None if self._leaves_out else step(*args, **options)
+            if wrapper.step_was_skipped:
+                self._left_out += 1
+                self._window_done(skipped=True)
+            return result
+
+        wrapper.step = unless_not_finite
 
     def _name_of_step(self) -> Any:
         return "optimizer step" if self.clock.steps else "optimizer state creation"
@@ -85,10 +114,12 @@ class TrainingLoop:
             self.before_first()
             if self.tries_longest and torch.is_grad_enabled() and self.parallel.can_try_longest:
                 self._try_longest(model, batch)
+            self.record.begins(self.clock.steps, self.total_steps)
         self.clock.start(time.perf_counter())
         with self.record.phase("forward"):
             output = self._training_forward(model, batch)
         self.record.micro_batch(output.loss, batch)
+        self.nonfinite.micro_batch(output.loss, self.resume.order.next())
         return output
 
     @contextmanager
@@ -141,26 +172,56 @@ class TrainingLoop:
     def clip_gradients(self, parameters: list[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """Clips by the global norm and returns it, wherever the gradients live; names a gradient that is not finite.
 
-        Upstream would go on with a norm of nan and say nothing; its numbers stay as they are, but the cause is named
-        before clipping spreads it to every parameter.
+        Upstream would go on with a norm of nan and say nothing; here the cause is named before clipping spreads it to
+        every parameter.
+
+        Raises:
+            NumericsError: the norm is not finite, and the training is to stop then.
         """
         store = self.stores.gradients
         self.record.gradient_norm = total = store.total_norm(parameters, norm_type)
-        self.nonfinite_gradients = []
-        if not torch.isfinite(total):
-            self.nonfinite_gradients = names = store.nonfinite_names(parameters)
-            self.say(
-                f"nonfinite_gradient step={self.clock.steps + 1} norm={total.item()} parameters={first_ten(names, ',')}"
-            )
-        store.clip(parameters, max_norm, total)
+        self._check_norm(parameters, total)
+        if not self._leaves_out:
+            store.clip(parameters, max_norm, total)
         return total
 
+    def _look_at_gradients(self) -> None:
+        """The trainer does not clip (``--max-grad-norm 0``): one more pass over the gradients."""
+        parameters = list(self.optimizer.names)
+        self.record.gradient_norm = total = self.stores.gradients.total_norm(parameters, 2.0)
+        self._check_norm(parameters, total)
+
+    def _check_norm(self, parameters: list[nn.Parameter], total: torch.Tensor) -> None:
+        self._norm_known, self._leaves_out, self.nonfinite_gradients = True, False, []
+        if torch.isfinite(total):
+            return
+        step = self.clock.steps + 1
+        self.nonfinite_gradients = names = self.stores.gradients.nonfinite_names(parameters)
+        if self.trainer_decides or self.accelerator.scaler is not None:  # a scaler leaves the step out and goes on
+            self.say(f"nonfinite_gradient step={step} norm={total.item()} parameters={first_ten(names, ',')}")
+            if self.trainer_decides:  # its loop leaves the window out and does not count it
+                self.record.window_left_out()
+                self.nonfinite.window_done()
+            return
+        finding = self.nonfinite.find(step, total, names)
+        self.record.event(finding.as_values(self.nonfinite.policy))
+        if self.nonfinite.policy == "stop":
+            self.record.ended()
+            raise self.nonfinite.stop(finding, saves=self.resume.options.saves)
+        self.say(f"nonfinite=left_out {finding.describe()}")
+        self._leaves_out = True
+
     def _before_step(self, *_: Any) -> None:
-        if self.adapters is not None and not self.clock.steps:
+        if self.adapters is not None and self.clock.steps == self._left_out:
             self.adapters.check_gradients(self.stores.gradients)
 
     def _after_step(self, *_: Any) -> None:
-        self.clock.step(time.perf_counter())
-        self.record.step(self.clock.steps, self.data.micro_batches, self.optimizer.param_groups[0]["lr"])
+        self._window_done()
         if self.stores.parking is not None:
             self.stores.parking.weights_changed()
+
+    def _window_done(self, skipped: bool = False) -> None:
+        self.clock.step(time.perf_counter())
+        self.record.step(self.clock.steps, self.data.micro_batches, self.optimizer.param_groups[0]["lr"], skipped)
+        self.nonfinite.window_done()
+        self._norm_known = self._leaves_out = False

@@ -7,12 +7,13 @@ and the batches of indices that are used up are thrown away.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
+
+from .record_order import FollowedSampler, RecordOrder
 
 #: What the four trainers read of a batch.
 BATCH_TENSORS = ("input_ids", "attention_mask", "labels")
@@ -22,6 +23,7 @@ class EpochPlan(Protocol):
     """What a loader asks at the start of an epoch; :class:`.run.ResumableRun` answers."""
 
     device: torch.device
+    order: RecordOrder
 
     def loader_made(self, loader: DataLoader[Any]) -> None:
         """The trainer has built this loader."""
@@ -55,7 +57,7 @@ def loader_class(base: type[DataLoader[Any]], plan: EpochPlan) -> type[DataLoade
             generator = loader_generator(self)
             finished = plan.begin_epoch(generator)
             if finished == 0:
-                return super().__iter__()
+                return followed(self, super().__iter__, 0, plan.order)
             if finished is None or finished >= len(self):
                 return placeholders(len(self), plan.device)
             return self._go_on(finished, generator)
@@ -63,7 +65,8 @@ def loader_class(base: type[DataLoader[Any]], plan: EpochPlan) -> type[DataLoade
         def _go_on(self, finished: int, generator: torch.Generator | None) -> Iterator[Any]:
             yield from placeholders(finished, plan.device)
             plan.rewind(generator)
-            batches, first = begin_after(self, super().__iter__, finished)
+            batches = followed(self, super().__iter__, finished, plan.order)  # workers ask for the first batches here
+            first = next(batches)  # by now the sampler has drawn its order
             plan.forward_again(generator)
             yield first
             yield from batches
@@ -79,18 +82,13 @@ def placeholders(count: int, device: torch.device) -> Iterator[dict[str, Any]]:
         yield dict(empty)
 
 
-def begin_after(loader: DataLoader[Any], iterate: Any, finished: int) -> tuple[Iterator[Any], Any]:
-    """Starts an epoch whose first ``finished`` batches are left out.
-
-    Returns:
-        The iterator over the rest, and what it yielded first. By then the sampler has drawn its order.
-    """
+def followed(loader: DataLoader[Any], iterate: Any, finished: int, order: RecordOrder) -> Iterator[Any]:
+    """Starts an epoch whose first ``finished`` batches are left out, and has ``order`` know which records come."""
     whole = loader.batch_sampler
     # A loader refuses a new sampler by plain assignment, since an iterator may be using the old one; here none does.
-    object.__setattr__(loader, "batch_sampler", _Rest(whole, finished))
+    object.__setattr__(loader, "batch_sampler", FollowedSampler(whole, finished, order))
     try:
-        batches = iterate()  # with workers, the first batches are asked for here
-        return batches, next(batches)
+        return iterate()
     finally:
         object.__setattr__(loader, "batch_sampler", whole)
 
@@ -101,19 +99,3 @@ def loader_generator(loader: Any) -> torch.Generator | None:
     while hasattr(sampler, "batch_sampler"):  # accelerate's share of it for one of several processes
         sampler = sampler.batch_sampler
     return getattr(sampler.sampler, "generator", None) or loader.generator
-
-
-class _Rest(Sampler[list[int]]):
-    """A batch sampler's batches without the first ones.
-
-    They are drawn all the same: a share for one of several processes fills up its last batch with indices of the first.
-    """
-
-    def __init__(self, whole: Any, finished: int) -> None:
-        self._whole, self._finished = whole, finished
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return itertools.islice(iter(self._whole), self._finished, None)
-
-    def __len__(self) -> int:
-        return len(self._whole)

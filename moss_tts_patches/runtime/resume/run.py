@@ -32,6 +32,7 @@ from .point import FOLDER
 from .position import Position
 from .quiet import Quiet
 from .ranks import Ranks
+from .record_order import RecordOrder
 from .signals import StopWish
 from .tensors import trained_parameters
 from .watched import LoopObjects
@@ -70,6 +71,7 @@ class ResumableRun:
         replaying: finished micro-batches are passing; nothing is computed.
         quiet: upstream's log lines are not to be seen.
         validation: is told of each optimizer step before it is noted, and has its own part of a point.
+        order: which records the next micro-batches are made of.
         loader: class of the trainer's data loader.
     """
 
@@ -95,6 +97,7 @@ class ResumableRun:
         self.replaying = False
         self.quiet = Quiet()
         self.validation: Carried | None = None
+        self.order = RecordOrder()
         self.loader: type[Any] = object
         self._stop = StopWish(say)
         self._arguments: dict[str, Any] = {}
@@ -133,6 +136,15 @@ class ResumableRun:
     def goes_on(self) -> bool:
         """Whether the run continues from a point."""
         return self._origin.point is not None
+        return self._point is not None
+
+    def note(self, name: str, value: Any) -> None:
+        """Has every point hold a value, as JSON knows it."""
+        self._facts[name] = value
+
+    def noted(self, name: str) -> Any:
+        """What :meth:`note` was given in the run that continues; None where there is nothing."""
+        return self._origin.values.get(name) if self.goes_on else None
 
     def accelerator_created(self, device: torch.device, rank: int, processes: int) -> None:
         """The process knows its place; all learn of the point that the main one has found.
