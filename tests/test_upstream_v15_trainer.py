@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,8 +77,12 @@ def test_a_nonfinite_gradient_is_named(trainer, checkpoint, monkeypatch, place):
         hook.remove()
         return run.accelerator.clip_grad_norm_(run.model.parameters(), 1.0)
 
-    with active(trainer, monkeypatch, gradients=place, states=place):
+    with active(trainer, monkeypatch, gradients=place, states=place) as session:
         run = LocalRun(trainer, checkpoint)
+        with pytest.raises(SystemExit, match=f"gradients are not finite, step 1: .*Parameters: {re.escape(bad)}"):
+            poisoned_norm(run)
+        run.optimizer.zero_grad()
+        session.loop.trainer_decides = True  # what --skip-nonfinite-batches says
         assert not trainer.is_finite_scalar(poisoned_norm(run))
         assert trainer.first_nonfinite_gradient(run.model) == bad
         run.optimizer.zero_grad()
