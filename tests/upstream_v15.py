@@ -57,7 +57,7 @@ def active(trainer: ModuleType, patch: pytest.MonkeyPatch, **variables: str) -> 
         for name, value in variables.items():
             environment.setenv(f"MOSS_LOWMEM_{name.upper()}", value)
         session = activate(trainer, argparse.ArgumentParser(), [])
-        session.parsed(SimpleNamespace(seed=42, mixed_precision="no"))
+        session.parsed(SimpleNamespace(seed=42, mixed_precision="no", gradient_accumulation_steps=2))
         try:
             yield session
         finally:
