@@ -5,6 +5,9 @@ TOLERANCES: dict[str, float] = {
     "loss_fp32_relative": 1e-5,
     # ||gradient - reference|| / ||reference|| per tensor in float32 (issue 2, "Must show" 1).
     "gradient_fp32_relative": 1e-5,
+    # Loss of one micro-batch in bfloat16 against upstream's in bfloat16, relative: the same products, rounded alike, in
+    # chunks (6e-7 seen; both are up to 2e-3 away from float32).
+    "loss_bf16_relative": 1e-5,
     # Printed losses carry 4 digits (issue 2, "Must show" 1).
     "printed_loss": 1e-4,
     # The same where the reference lies on a rounding limit (moss_tts_local_v1.5: 3.7096498 against 3.7096500, printed
@@ -80,4 +83,10 @@ TOLERANCES: dict[str, float] = {
     "engine_backward_excess": 0.02,
     # No layer is at work in a step; 1.7 % was seen, where a partition ends within a weight.
     "engine_step_bytes": 0.02,
+    # CPU time of a micro-batch with `fused` over upstream's with checkpointing (issue 9): 0.64 to 0.68 seen.
+    "fused_cpu_time": 0.70,
+    # Share of float32's decrease of the loss, through the real trainer: upstream's bf16 weights keep 26 % of it,
+    # adapters at ten times the rate reach more than all of it.
+    "trainer_decrease_left_behind": 0.5,
+    "trainer_decrease_of_adapters": 0.9,
 }

@@ -1,0 +1,35 @@
+"""The parts of docs/benchmarks.md about time on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NOTE = """One record of {positions} positions, {supervised} of them supervised, on a model of upstream's own class with
+{millions:.0f} M random weights, float32, one core: forward and backward, median of {rounds} alternating runs. CPU:
+seconds of the process itself; clock: seconds that went by, other programs included. FLOPs: matrix products. Ratios are
+to upstream with its checkpointing.
+"""
+
+STEP_NOTE = """One optimizer step over {millions:.1f} M weights in bf16, median of {steps}. On a GPU the layer's 8-bit
+AdamW is one kernel; on a CPU it is the reference that the kernel is tested against, and makes its random bits
+number by number.
+"""
+
+
+def time_section(results: dict[str, Any]) -> str:
+    """Markdown of benchmarks/results/time-cpu.json."""
+    lines = [NOTE.format(millions=results["parameters"] / 1e6, **results)]
+    lines += ["| | CPU, s | ratio | clock, s | ratio | GFLOP | ratio |", "|---|---:|---:|---:|---:|---:|---:|"]
+    lines += [
+        f"| {row['name']} | {row['cpu_seconds']:.2f} | {row['cpu_ratio']:.2f} | {row['wall_seconds']:.2f} "
+        f"| {row['wall_ratio']:.2f} | {row['matmul_gflop']:.0f} | {row['flops_ratio']:.2f} |"
+        for row in results["micro_batch"]
+    ]
+    lines += ["", STEP_NOTE.format(millions=results["step_parameters"] / 1e6, **results)]
+    lines += ["| optimizer | CPU, ms | ns a weight | ratio |", "|---|---:|---:|---:|"]
+    lines += [
+        f"| {row['name']} | {row['cpu_seconds'] * 1e3:.0f} | {row['cpu_nanoseconds_per_weight']:.1f} "
+        f"| {row['cpu_ratio']:.1f} |"
+        for row in results["step"]
+    ]
+    return "\n".join(lines)
