@@ -16,7 +16,7 @@ from moss_tts_patches.memory.simulate import simulate_upstream
 from moss_tts_patches.memory.tracker import StorageTracker
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from gpu import build_model, real_batch
+from gpu_runs import build_model, real_batch
 from peer_lora import adapt, adapt_simulated, checkpoint_without_hooks
 
 pytestmark = pytest.mark.upstream
