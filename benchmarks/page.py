@@ -12,8 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import memory_section
-from cuda_section import write_cuda
+from sections.cuda import not_measured, write_cuda
+from sections.fidelity import fidelity_section
+from sections.learning import learning_section
+from sections.memory import write_memory
+from sections.resume import resume_section
+from sections.time import time_section
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results"
@@ -25,7 +29,8 @@ INTRODUCTION = """# Benchmarks
 
 Upstream, what people use today and this layer, side by side. Every number comes from a file in `benchmarks/results`;
 `MOSS_TTS_REPO=… bash benchmarks/run.sh` writes them all again, then the pictures and this page
-(`python benchmarks/page.py`).
+(`python benchmarks/page.py`). Tables of every way to train by card: [memory.md](memory.md); several GPUs:
+[scaling.md](scaling.md).
 """
 
 
@@ -101,20 +106,26 @@ def write_convergence(document: Document) -> str:
 
 
 SECTIONS = (
-    Section("Memory and FLOPs", ("comparison", "zero", "memory-local"), "python benchmarks/comparison.py",
-            memory_section.write_memory),
-    Section("Time on a CPU", ("time-cpu",), "python benchmarks/time_cpu.py", write_rows),
-    Section("Optimizer step by store, CPU", ("optimizers-cpu",), "python benchmarks/optimizers.py --device cpu",
-            write_rows),
-    Section("Time and true peak on CUDA", ("gpu",), "bash benchmarks/gpu_check.sh", write_rows, write_cuda),
-    Section("Learning: bf16 weights and rounding", ("convergence",), "python benchmarks/convergence.py",
-            write_convergence),
-    Section("Learning: full, LoRA, QLoRA through the trainer", ("learning",), "python benchmarks/learning.py",
-            write_rows),
-    Section("Fidelity", ("fidelity",), "python benchmarks/fidelity.py", write_rows),
-    Section("Resume", ("resume",), "python benchmarks/resume.py", write_rows),
-    Section("Several GPUs", ("scaling",), "python benchmarks/scaling.py", write_rows),
-)  # fmt: skip
+    Section(
+        "Memory and FLOPs", ("comparison", "zero", "memory-local"), "python benchmarks/comparison.py", write_memory
+    ),
+    Section("Time on a CPU", ("time-cpu",), "python benchmarks/time_cpu.py", time_section),
+    Section(
+        "Optimizers side by side, CPU", ("optimizers-cpu",), "python benchmarks/optimizers.py --device cpu", write_rows
+    ),
+    Section("Time and true peak on CUDA", ("gpu",), "bash benchmarks/gpu.sh", write_cuda, not_measured),
+    Section(
+        "Learning: bf16 weights and rounding", ("convergence",), "python benchmarks/convergence.py", write_convergence
+    ),
+    Section(
+        "Learning: full, LoRA and QLoRA through the trainer",
+        ("learning",),
+        "python benchmarks/learning.py",
+        learning_section,
+    ),
+    Section("Fidelity", ("fidelity",), "python benchmarks/fidelity.py", fidelity_section),
+    Section("Long runs", ("resume",), "python benchmarks/resume.py", resume_section),
+)
 
 
 def text(folder: Path = RESULTS) -> str:

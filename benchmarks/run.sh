@@ -20,6 +20,7 @@ mkdir -p "$results"
 ladders() { python benchmarks/ladders.py; }           # docs/memory.md
 comparison() { python benchmarks/comparison.py; }     # upstream, a LoRA script and every rung, by length
 zero() { python benchmarks/zero.py; }                 # DeepSpeed's estimates
+scaling() { python benchmarks/scaling.py; }           # docs/scaling.md
 adapters() { python benchmarks/adapters.py --json "$results/adapters.json"; }
 full_simulations() {                                  # what README's tables quote
   python benchmarks/memory.py --json "$results/memory-local.json"
@@ -35,17 +36,25 @@ full_simulations() {                                  # what README's tables quo
 }
 optimizers() { python benchmarks/optimizers.py --device cpu; }
 convergence() { python benchmarks/convergence.py; }   # and docs/images/convergence.png
+time_on_cpu() { python benchmarks/time_cpu.py; }
+learning() { python benchmarks/learning.py; }         # and docs/images/learning.png
+fidelity() { python benchmarks/fidelity.py; }
+long_runs() { python benchmarks/resume.py --json "$results/resume.json"; }
 cuda() {
   if python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; then
-    bash benchmarks/gpu_check.sh
+    bash benchmarks/gpu.sh
   else
     echo "no CUDA card here: docs/benchmarks.md says so, row by row"
   fi
 }
-picture() { python benchmarks/plot_memory.py; }       # docs/images/memory.png
+picture() {                                           # docs/images/memory.png, data-flow.png
+  python benchmarks/plot_memory.py
+  python docs/draw_data_flow.py
+}
 page() { python benchmarks/page.py; }                 # docs/benchmarks.md
 
-steps=(ladders comparison zero adapters full_simulations optimizers convergence cuda picture page)
+steps=(ladders comparison zero scaling adapters full_simulations optimizers convergence time_on_cpu learning fidelity
+  long_runs cuda picture page)
 
 # ---------------------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -23,8 +24,9 @@ import comparison  # noqa: E402
 import gpu  # noqa: E402
 import ladders  # noqa: E402
 import memory  # noqa: E402
-import memory_section  # noqa: E402
 import page  # noqa: E402
+from sections import cuda  # noqa: E402
+from sections import memory as memory_section  # noqa: E402
 
 
 def results(name):
@@ -56,10 +58,21 @@ def test_without_results_the_page_says_so_row_by_row(tmp_path):
 def test_a_result_that_is_added_is_shown_with_what_it_was_measured_with(tmp_path):
     head = {"date": "2026-01-02", "seed": 0, "upstream": "58b20a0", "versions": {"torch": "2.13.0", "peft": None}}
     rows = [{"way": "upstream", "median_seconds": 1.23456}, {"way": "fused", "ratio": 0.6}]
-    (tmp_path / "time-cpu.json").write_text(json.dumps({**head, "rows": rows}), encoding="utf-8")
+    (tmp_path / "optimizers-cpu.json").write_text(json.dumps({**head, "rows": rows}), encoding="utf-8")
     text = page.text(tmp_path)
     assert "| way | median seconds | ratio |" in text and "| upstream | 1.235 |  |" in text
     assert "2026-01-02: seed 0, upstream 58b20a0, torch 2.13.0." in text
+
+
+def test_figures_of_a_card_are_shown_run_by_run():
+    figures = gpu.Figures(2**30, 2 * 2**30, 0.5, 0.25, 3 * 2**30)
+    rows = [gpu.Row("fused", 8.0, "measured", 2**30, 0.9, figures), gpu.Row(gpu.UPSTREAM, None, "out of memory")]
+    shape = {"family": "moss_tts_local", "positions": 600, "supervised": 350}
+    document = {"machine": {"gpu": "A card"}, **shape, "memory_bandwidth": 5e11}
+    text = cuda.write_cuda({**document, "rows": [dataclasses.asdict(row) for row in rows]})
+    assert "A card, moss_tts_local, 600 positions" in text and "500 GB/s" in text
+    assert "| 8 GiB | `fused` | 1.00 | +0.0% | 2.00 | 0.500 | 0.250 | 90% | 3.00 |" in text
+    assert "| none | `upstream-checkpointing` | out of memory |" in text
 
 
 # -- run.sh ----------------------------------------------------------------------------------------------------------

@@ -14,9 +14,9 @@ if str(BENCHMARKS) not in sys.path:
     sys.path.insert(0, str(BENCHMARKS))
 
 import learning  # noqa: E402
-from fidelity_section import fidelity_section  # noqa: E402
-from learning_section import learning_section  # noqa: E402
-from time_section import time_section, window_line  # noqa: E402
+from sections.fidelity import fidelity_section  # noqa: E402
+from sections.learning import learning_section  # noqa: E402
+from sections.time import time_section, window_line  # noqa: E402
 
 SECTIONS = {"time-cpu": time_section, "learning": learning_section, "fidelity": fidelity_section}
 

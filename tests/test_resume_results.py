@@ -13,7 +13,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from sections_resume import resume_section  # noqa: E402
+from sections.resume import resume_section  # noqa: E402
 
 REPLAY_MINIMUM = 5000  # micro-batches a CPU second
 CHECK_MINIMUM = 2000  # records of 300 frames of 32 codes, by the CPU of one process, positions as upper bounds

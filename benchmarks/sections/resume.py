@@ -10,14 +10,12 @@ GIB, MIB = 2**30, 2**20
 def resume_section(results: dict[str, Any]) -> str:
     """Returns Markdown of ``results/resume.json``."""
     parts = [
-        "## Long runs",
-        f"`python benchmarks/resume.py`, {results['date']}, "
         f"{results['usable_cores']} cores of {results['machine']['cpu']}.",
         _check(results["check"]),
         _points(results["sizes"], results["save"]),
         _replay(results["replay"], results["kills"]),
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def _check(rows: list[dict[str, Any]]) -> str:
