@@ -1,15 +1,21 @@
-"""Run under torchrun: bytes alive in each rank while an engine trains a small model, counted at every operation.
+"""Bytes alive in each rank while an engine trains a small model, counted at every operation.
 
-``engine_bytes.py ENGINE [accumulation]`` prints a JSON object for each rank: ``rest`` between steps, and the most in
-the micro-batches (``backward``) and the ``step`` of the last window.
+``engine_bytes.py ENGINE:PROCESSES:ACCUMULATION ...`` forks so many ranks for each case, since loading torch takes
+longer than all the rest, and prints a JSON list of one object a rank: ``rest`` between steps, and the most in the
+micro-batches (``backward``) and the ``step`` of the last window.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import json
+import os
 import sys
+import tempfile
+import traceback
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -166,11 +172,8 @@ ENGINES = {
 }
 
 
-def main(engine: str, accumulation: int) -> None:
-    import gc
-
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
+def measure(engine: str, accumulation: int) -> list[Any]:
+    """What every rank counts, in the first one; the process group is there."""
     torch.manual_seed(0)
     model = Model().bfloat16()
     micro_batch, step, zero_grad = ENGINES[engine](model, accumulation)
@@ -194,10 +197,45 @@ def main(engine: str, accumulation: int) -> None:
             result["rest"] = live.now()
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, result)
-    if dist.get_rank() == 0:
-        print("BYTES " + json.dumps(every), flush=True)
-    dist.destroy_process_group()
+    return every
+
+
+def run_rank(case: str, rank: int, meeting_point: Path) -> None:
+    """A forked rank; the first one prints."""
+    engine, processes, accumulation = case.split(":")
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": processes}
+    store = dist.FileStore(str(meeting_point), int(processes))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=int(processes))
+    every = measure(engine, int(accumulation))
+    if rank == 0:
+        print(f"BYTES {case} {json.dumps(every)}", flush=True)
+    dist.barrier()  # the store goes with the first rank
+
+
+def run_case(case: str, folder: Path) -> bool:
+    """Forks the ranks of a case; whether all went well."""
+    children = []
+    for rank in range(int(case.split(":")[1])):
+        child = os.fork()
+        if child == 0:
+            try:
+                run_rank(case, rank, folder / case)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    ended = [os.waitpid(child, 0)[1] for child in children]
+    return not any(ended)
+
+
+def main(cases: list[str]) -> int:
+    torch.set_num_threads(1)
+    if any(case.startswith("zero") for case in cases):
+        import deepspeed  # noqa: F401  (once, for all)
+    with tempfile.TemporaryDirectory() as folder:
+        return 0 if all(run_case(case, Path(folder)) for case in cases) else 1
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 2)
+    sys.exit(main(sys.argv[1:]))

@@ -31,21 +31,25 @@ def parts():
 
 
 @functools.cache
-def measured(engine, processes, accumulation=2):
-    """The most of all ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", str(TESTS / "engine_bytes.py")]
+def run_cases(cases):
+    """Counts of the ranks of each case."""
     path = os.pathsep.join(filter(None, [deepspeed_packages.FOLDER, str(TESTS), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
-        [*command, engine, str(accumulation)],
+        [sys.executable, str(TESTS / "engine_bytes.py"), *cases],
         env=clean_environment(**{**deepspeed_packages.variables(), "PYTHONPATH": path}),
         capture_output=True,
         text=True,
         timeout=400,
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("BYTES ")]
-    assert lines, done.stderr[-3000:]
-    ranks = json.loads(lines[-1].removeprefix("BYTES "))
+    lines = [line.split(" ", 2)[1:] for line in done.stdout.splitlines() if line.startswith("BYTES ")]
+    assert len(lines) == len(cases), done.stderr[-3000:]
+    return {case: json.loads(ranks) for case, ranks in lines}
+
+
+def measured(engine, processes, accumulation=2):
+    """The most of all ranks."""
+    together = ZERO_CASES if engine in ("zero2", "zero3") else CASES if not engine.startswith("zero") else OFFLOAD_CASES
+    ranks = run_cases(tuple(":".join(map(str, case)) for case in together))[f"{engine}:{processes}:{accumulation}"]
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
 
@@ -87,6 +91,7 @@ def compare(engine, processes, accumulation=2):
 
 
 CASES = [("ddp", 2, 2), ("ddp", 2, 1), ("ddp-copies", 2, 1), ("fsdp", 2, 2), ("fsdp", 4, 2), ("fsdp-no-sync", 4, 2)]
+OFFLOAD_CASES = [("zero2-offload", 2, 2), ("zero3-offload", 2, 2)]
 ZERO_CASES = [("zero2", 2, 1), ("zero2", 2, 2), ("zero2", 4, 2), ("zero3", 2, 2), ("zero3", 4, 2)]
 
 
