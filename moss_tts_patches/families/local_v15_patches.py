@@ -27,7 +27,7 @@ def patch_trainer(session: RunHooks) -> None:
         ("configure_gradient_checkpointing", _layer_checkpointing, "backbone layers only, wrapped one by one"),
         ("compute_supervised_loss", _chunked_loss, "the chunked loss"),
         ("first_nonfinite_gradient", _seen_gradient, "gradients may be on the host, or spoilt by clipping"),
-        ("is_finite_scalar", _agreed_finite, "all processes skip a batch, or none; or MOSS_LOWMEM_NONFINITE decides"),
+        ("is_finite_scalar", agreed_finite, "all processes skip a batch, or none; or MOSS_LOWMEM_NONFINITE decides"),
     ):
         upstream = getattr(session.trainer, name)
         session.ledger.apply(session.trainer, name, functools.wraps(upstream)(wrap(session, upstream)), reason)
@@ -37,7 +37,7 @@ def patch_trainer(session: RunHooks) -> None:
         session.ledger.apply(dataset, "__getitem__", packed, "labels from the first frame on")
 
 
-def _agreed_finite(session: RunHooks, upstream: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
+def agreed_finite(session: RunHooks, upstream: Callable[[torch.Tensor], bool]) -> Callable[[torch.Tensor], bool]:
     """Has all processes give one answer: one that skips its batch alone leaves the others waiting in the backward.
 
     Where the layer looks at gradients it has none: the loop would end with a traceback, or wait for the device in every
