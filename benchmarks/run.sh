@@ -30,7 +30,8 @@ full_simulations() {                                  # what README's tables quo
     python benchmarks/memory.py --family moss_tts_delay --size "$size" --positions 600 --only "${baselines[@]}" \
       --json "$results/memory-delay-$size.json"
   done
-  python benchmarks/memory.py --family moss_tts_local_v1.5 --positions 600 --json "$results/memory-local-v1.5.json"
+  python benchmarks/memory.py --family moss_tts_local_v1.5 --positions 600 --only "${baselines[@]}" \
+    "staged, gradients on host" --json "$results/memory-local-v1.5.json"
   python benchmarks/memory.py --family moss_tts_realtime --positions 600 --only "${baselines[@]}" \
     --json "$results/memory-realtime-1.7b.json"
 }
