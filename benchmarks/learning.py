@@ -160,7 +160,7 @@ class Workshop:
             raise SystemExit(f"{way.label} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
         if way.layer is None:
             return output, printed_losses(done.stdout)
-        _, steps = read_log(output / LOG_NAME)
+        steps = read_log(output / LOG_NAME).steps
         return output, [step["loss"] for step in steps]
 
 

@@ -148,7 +148,7 @@ def test_a_signal_to_one_rank_stops_all_and_they_go_on(run, whole, method, rank,
     assert_same_bits(saved_tensors(resumed.folder), saved_tensors(expected.folder))
     assert {*resumed.digests} == {*expected.digests} and len({*expected.digests}) == 1
     # Both halves of the log count epochs as a training of one process does.
-    epochs = [entry["epoch"] for entry in read_log(resumed.folder / LOG_NAME)[1]]
+    epochs = [entry["epoch"] for entry in read_log(resumed.folder / LOG_NAME).steps]
     assert epochs == pytest.approx([step / 3 for step in range(1, STEPS + 1)], abs=1e-4)
     seen: list[str] = []
     for watched, before, after in zip(files, first, second):

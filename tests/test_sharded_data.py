@@ -73,7 +73,7 @@ def test_an_epoch_ends_in_a_step_in_every_process(run, sizes):
     assert steps_of_epochs(job) == [(0, 1), (0, 2), (0, 3), (1, 4), (1, 5), (1, 6)]
     assert "correction=sharded_windows micro_batches_per_epoch=5 of_own=5" in job.outputs[0]
     assert job.digests[0] == job.digests[1]
-    assert [entry["epoch"] for entry in read_log(job.folder / LOG_NAME)[1]] == [0.4, 0.8, 1.0, 1.4, 1.8, 2.0]
+    assert [entry["epoch"] for entry in read_log(job.folder / LOG_NAME).steps] == [0.4, 0.8, 1.0, 1.4, 1.8, 2.0]
 
 
 def test_v15_cuts_its_epochs_itself(run):
