@@ -17,6 +17,7 @@ from .launch.deepspeed import broken_deepspeed
 from .messages import Messages, language_of
 from .runtime.accelerator import lowmem_accelerator
 from .runtime.report import log, process_rank
+from .runtime.resume.checkpoints import unless_replaying
 from .runtime.resume.loader import loader_class
 from .runtime.saving import saving_whole
 from .runtime.validation.best import check_signature
@@ -146,7 +147,7 @@ def patch_saving(session: Session) -> None:
     """Has the trainer write its checkpoints somewhere else until they are whole."""
     trainer = session.trainer
     save_checkpoint = session.guarded("save", saving_whole(trainer.save_checkpoint, log, session.checkpoint_saved))
-    save_checkpoint = session.resume.unless_replaying(session.validation.before_checkpoint(save_checkpoint))
+    save_checkpoint = unless_replaying(session.resume, session.validation.before_checkpoint(save_checkpoint), log)
     if session.settings.saves_best:
         check_signature(trainer.save_checkpoint)
         session.save_plainly = session.guarded("save", saving_whole(trainer.save_checkpoint, log))

@@ -8,10 +8,35 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from ...errors import NumericsError
 from ...optim.streamed import StreamedOptimizer
+from .ranks import Ranks
 
 # What bits are read as, by the bytes of an element: 3 GiB of bf16 are summed on the device that they stand on.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_equality(
+    ranks: Ranks, steps: int, parameters: Mapping[str, nn.Parameter], optimizer: StreamedOptimizer
+) -> None:
+    """Has all processes compare what one of them is about to write for all; all have to call it together.
+
+    Args:
+        ranks: of the run.
+        steps: optimizer steps that are done.
+        parameters: the trained ones, by name.
+        optimizer: the layer's.
+
+    Raises:
+        NumericsError: processes hold other weights or states than the main one.
+    """
+    if ranks.several and not ranks.alike(checksum(parameters, optimizer)):
+        raise NumericsError(
+            f"resume point: after step {steps} the {ranks.count} processes hold different weights or optimizer "
+            "states; expected the same bits, as DDP keeps them, since one process writes them for all. GPUs of "
+            "different kinds may round differently. Earlier points are whole; unset MOSS_LOWMEM_SAVE_STEPS and "
+            "MOSS_LOWMEM_SAVE_MINUTES to train on without new ones."
+        )
 
 
 def checksum(parameters: Mapping[str, nn.Parameter], optimizer: StreamedOptimizer) -> int:

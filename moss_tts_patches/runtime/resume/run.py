@@ -14,8 +14,6 @@ a signal to one of them stops all at the same place.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +21,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ...errors import NumericsError
 from . import random_states
-from .equality import checksum
+from .equality import check_equality
 from .identity import model_fingerprint, records_fingerprint
 from .origin import Origin
 from .point import FOLDER
@@ -136,7 +133,6 @@ class ResumableRun:
     def goes_on(self) -> bool:
         """Whether the run continues from a point."""
         return self._origin.point is not None
-        return self._point is not None
 
     def note(self, name: str, value: Any) -> None:
         """Has every point hold a value, as JSON knows it."""
@@ -293,24 +289,12 @@ class ResumableRun:
             NumericsError: processes hold other weights or states than the main one.
         """
         assert self._mark is not None
-        self._check_equality()
+        check_equality(self._ranks, self.position.steps, trained_parameters(self._model), self._objects.optimizer)
         own = self._ranks.gathered(self._own)
         written = self._ranks.of_main(self._ranks.is_main and self._writer.write(self._mark, own))
         if written:
             self._writer.stands_at(self._mark["position"]["steps"])
         return written
-
-    def _check_equality(self) -> None:
-        if not self._ranks.several:
-            return
-        number = checksum(trained_parameters(self._model), self._objects.optimizer)
-        if not self._ranks.alike(number):
-            raise NumericsError(
-                f"resume point: after step {self.position.steps} the {self._ranks.count} processes hold different "
-                "weights or optimizer states; expected the same bits, as DDP keeps them, since one process writes them "
-                "for all. GPUs of different kinds may round differently. Earlier points are whole; unset "
-                "MOSS_LOWMEM_SAVE_STEPS and MOSS_LOWMEM_SAVE_MINUTES to train on without new ones."
-            )
 
     def _arrive(self) -> None:
         """The replay has come to the point: the rest of it is restored here, where it was noted."""
@@ -349,24 +333,6 @@ class ResumableRun:
             )
         self._stop.stop_listening()
         raise SystemExit(self._stop.exit_status)
-
-    def unless_replaying(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a trainer's ``save_checkpoint``: a replay rewrites nothing, and has nothing to write."""
-        signature = inspect.signature(save)
-
-        @functools.wraps(save)
-        def save_checkpoint(*args: Any, **options: Any) -> Any:
-            if not self.replaying:
-                self.quiet.end()
-                return save(*args, **options)
-            folder = Path(signature.bind(*args, **options).arguments["output_dir"])
-            if not folder.is_dir():
-                self._say(
-                    f"{folder.name} is not there and cannot be written: the resume point is of a later step than it"
-                )
-            return None
-
-        return save_checkpoint
 
 
 def _is_plain(value: Any) -> bool:
