@@ -17,10 +17,10 @@ from .commands.doctor import doctor
 from .commands.inspect import inspect
 from .commands.merge import merge
 from .commands.plan import plan
+from .commands.refusal import refuse
 from .commands.report import report
 from .launch.interpreter import activating_environment, problem_with, python_of
 
-BAD_INPUT = 2
 CANNOT_RUN = 126  # a shell's own status for a file that is no program
 NOT_FOUND = 127  # a shell's own status for a command that does not exist
 
@@ -56,16 +56,16 @@ def run(context: typer.Context) -> None:
     """
     command = list(context.args)
     if not command:
-        _stop("run needs a command: moss-lowmem run accelerate launch …/sft.py …", BAD_INPUT)
+        refuse("run needs a command: moss-lowmem run accelerate launch …/sft.py …")
     environment = activating_environment(os.environ)
     program = shutil.which(command[0])
     if program is None:
-        _stop(f"{command[0]}: command not found.", NOT_FOUND)
+        refuse(f"{command[0]}: command not found.", NOT_FOUND)
     if _switched_on(environment):
         python = python_of(program)
         problem = problem_with(python, environment) if python is not None else None
         if problem is not None:
-            _stop(problem, BAD_INPUT)
+            refuse(problem)
         _supervise(program, command, environment, python)
     _replace_process(program, command, dict(os.environ))
 
@@ -89,7 +89,7 @@ def _switched_on(environment: dict[str, str]) -> bool:
         if switched_on:
             load_settings()
     except LowMemError as error:
-        _stop(str(error), BAD_INPUT)
+        refuse(error)
     return switched_on
 
 
@@ -100,7 +100,7 @@ def _supervise(program: str, command: list[str], environment: dict[str, str], py
     try:
         status = supervise(program, command, prepared_environment(environment, python))
     except OSError as error:
-        _stop(f"{command[0]}: {error.strerror or error}.", CANNOT_RUN)
+        refuse(f"{command[0]}: {error.strerror or error}.", CANNOT_RUN)
     raise typer.Exit(status)
 
 
@@ -109,11 +109,6 @@ def _replace_process(program: str, command: list[str], environment: dict[str, st
     if os.name == "nt":  # exec there starts a second process and lets the shell go on without waiting for it
         raise typer.Exit(subprocess.run([program, *command[1:]], env=environment).returncode)
     os.execvpe(program, command, environment)
-
-
-def _stop(message: str, status: int) -> NoReturn:
-    typer.echo(f"[lowmem] error: {message}", err=True)
-    raise typer.Exit(status)
 
 
 def main() -> None:

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..launch.families import SUPPORTED, family_problem
+from ..launch.families import SUPPORTED
+from .refusal import refuse
 
 if TYPE_CHECKING:
-    from ..data.check import Counter
     from ..data.report import DataReport
-    from ..data.rules import RecordRules
 
-FAULTY, BAD_INPUT = 1, 2
-
-# An entry of config.json that one family alone has; the family without one is the last resort.
-_MARKS = {
-    "rvq": "moss_tts_realtime",
-    "gpt2_config": "moss_tts_local_v1.5",
-    "local_num_layers": "moss_tts_local",
-    "n_vq": "moss_tts_delay",
-}
+FAULTY = 1
 
 
 def check_data(
@@ -52,55 +43,18 @@ def check_data(
     from ..data.check import check_files
     from ..data.files import find_files
     from ..errors import LowMemError
+    from .counting import rules_and_counter
 
     try:
         paths = find_files([part for name in files for part in ([name] if Path(name).exists() else name.split(","))])
-        rules, counter, note = _counting(model_path, family, repo)
+        rules, counter, note = rules_and_counter(model_path, family, repo)
         report = check_files(paths, rules, counter, max_positions)
     except LowMemError as error:
-        _stop(str(error))
+        refuse(error)
     if note is not None:
         report.notes.append(note)
     typer.echo(json.dumps(report.as_values(), ensure_ascii=False, indent=2) if as_json else _text(report))
     raise typer.Exit(FAULTY if report.faults or not report.records else 0)
-
-
-def _counting(
-    model_path: Path | None, family: str | None, repo: Path | None
-) -> tuple[RecordRules, Counter, str | None]:
-    """Returns rules and what counts positions, and why the numbers are upper bounds only (None if they are not)."""
-    from ..data.check import make_counter
-    from ..data.processors import load_processor, stored_config
-    from ..errors import DataError
-    from ..families import FAMILIES
-    from ..settings import load_settings
-
-    config = None if model_path is None else stored_config(model_path)
-    name = family if family is not None else _family_of(config)
-    problem = family_problem(name)
-    if problem is not None:
-        raise DataError(problem.replace("MOSS_LOWMEM_FAMILY=", "--family "))
-    rules = next(known for known in FAMILIES if known.name == name)().record_rules(config)
-    if load_settings().corrects("prompt_length"):
-        rules = rules.with_prompt_length()
-    if model_path is None:
-        return rules, make_counter(rules, None), "positions are upper bounds: --model-path gives the trainer's own"
-    folders = [model_path]
-    if repo is not None:
-        folders += [repo / name, repo / name / "mossttsrealtime"]
-    try:
-        return rules, make_counter(rules, load_processor(model_path, folders)), None
-    except Exception as error:  # upstream's code, whatever it raises; the codes can be checked without it
-        return rules, make_counter(rules, None), f"positions are upper bounds: {error}"
-
-
-def _family_of(config: Any) -> str:
-    from ..errors import DataError
-
-    for mark, name in _MARKS.items():
-        if hasattr(config, mark):
-            return name
-    raise DataError(f"data: of which family are the records? Name a checkpoint (--model-path), or one of {SUPPORTED}.")
 
 
 def _text(report: DataReport) -> str:
@@ -111,8 +65,3 @@ def _text(report: DataReport) -> str:
         lines += [f"{len(report.too_long)} records are too long:", *listed(report.too_long)]
     lines.append(report.fault_list() if report.faults else "no faulty record")
     return "\n".join(lines)
-
-
-def _stop(message: str) -> NoReturn:
-    typer.echo(f"[lowmem] error: {message}", err=True)
-    raise typer.Exit(BAD_INPUT)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-BAD_INPUT = 2
+from .refusal import refuse
 
 
 def configs(
@@ -39,14 +39,9 @@ def configs(
         with open(target, "w" if force else "x", encoding="utf-8") as file:
             file.write(text)
     except LowMemError as error:
-        _stop(str(error))
+        refuse(error)
     except FileExistsError:
-        _stop(f"{target} is there already; --force writes over it.")
+        refuse(f"{target} is there already; --force writes over it.")
     except OSError as error:
-        _stop(f"{target}: {error.strerror}.")
+        refuse(f"{target}: {error.strerror}.")
     typer.echo(target)
-
-
-def _stop(message: str) -> None:
-    typer.echo(f"[lowmem] error: {message}", err=True)
-    raise typer.Exit(BAD_INPUT)

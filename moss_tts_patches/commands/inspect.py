@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .refusal import refuse
+
 if TYPE_CHECKING:
     from ..adapters.inspect import FolderDescription
 
-NOT_WHOLE, FAILED = 1, 2
+NOT_WHOLE = 1
 _GIB = 2**30
 
 
@@ -31,8 +33,7 @@ def inspect(
     try:
         found = describe_folder(path)
     except (LowMemError, OSError) as error:
-        typer.echo(f"[lowmem] error: {error}", err=True)
-        raise typer.Exit(FAILED) from None
+        refuse(error)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found), indent=2, ensure_ascii=False))
     else:

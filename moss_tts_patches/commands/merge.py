@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-FAILED = 2
+from .refusal import refuse
 
 
 def merge(
@@ -58,5 +58,4 @@ def merge(
                 progress=lambda shard, done, total: bar.update(task, description=shard, completed=done, total=total),
             )
         except (LowMemError, OSError) as error:
-            typer.echo(f"[lowmem] error: {error}", err=True)
-            raise typer.Exit(FAILED) from None
+            refuse(error)

@@ -8,18 +8,18 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..launch.families import SUPPORTED, family_problem
+from ..launch.families import SUPPORTED, family_of_config, family_problem
+from .refusal import refuse
 
 if TYPE_CHECKING:
     from ..memory.full_ladder import FullLadder, Wanted
+    from ..memory.plan_cache import PlanCache
     from ..memory.reserve import Limits
     from ..memory.rungs import MicroBatch
-
-BAD_INPUT = 2
 
 # Where no record is given: a 7 s reference and a prompt before 28 s of speech.
 POSITIONS, SUPERVISED_SHARE = 600, 350 / 600
@@ -61,32 +61,40 @@ def plan(
     """
     from ..adapters.shapes import adapter_shapes
     from ..errors import LowMemError
-    from ..memory.full_ladder import simulate_ladder
     from ..memory.methods import SHAPES
     from ..memory.plan_cache import PlanCache, user_cache_folder
 
     SHAPES.update(adapter_shapes())
+    pinned = {key: value for key, value in (("method", method), ("chunk_frames", chunk_frames)) if value is not None}
     try:
         limits = _limits(vram, ram, accumulation)
-        pinned = {
-            key: value for key, value in (("method", method), ("chunk_frames", chunk_frames)) if value is not None
-        }
         wanted = _wanted(model_path, family, size, upstream, train_jsonl, (positions, supervised, batch), pinned)
         cache = None if no_cache else PlanCache(user_cache_folder(os.environ, Path.home()))
         if gpus is not None or engine is not None:
-            from ..memory.engine_ladder import show_engines
-
-            with _progress_bar() as progress:
-                shown = show_engines(wanted, gpus or 1, engine, limits, cache, progress, as_json=as_json)
-            typer.echo(shown)
-            return
-        with _progress_bar() as progress:
-            ladder = simulate_ladder(wanted, cache, progress)
-        answers = _answers(wanted, ladder, limits, cache)
+            _show_engines(wanted, gpus or 1, engine, limits, cache, as_json=as_json)
+        else:
+            _show_ladder(wanted, limits, cache, as_json=as_json)
     except LowMemError as error:
-        _stop(str(error))
+        refuse(error)
+
+
+def _show_engines(
+    wanted: Wanted, gpus: int, engine: str | None, limits: Limits, cache: PlanCache | None, *, as_json: bool
+) -> None:
+    from ..memory.engine_ladder import show_engines
+
+    with _progress_bar() as progress:
+        shown = show_engines(wanted, gpus, engine, limits, cache, progress, as_json=as_json)
+    typer.echo(shown)
+
+
+def _show_ladder(wanted: Wanted, limits: Limits, cache: PlanCache | None, *, as_json: bool) -> None:
+    from ..memory.full_ladder import simulate_ladder
     from ..memory.show_plan import as_document, print_plan
 
+    with _progress_bar() as progress:
+        ladder = simulate_ladder(wanted, cache, progress)
+    answers = _answers(wanted, ladder, limits, cache)
     if as_json:
         typer.echo(json.dumps(as_document(ladder, limits, answers), ensure_ascii=False, indent=1))
     else:
@@ -125,14 +133,13 @@ def _wanted(
     pinned: dict[str, Any],
 ) -> Wanted:
     from ..errors import SettingsError
-    from ..memory.full_ladder import Wanted, family_of, find_checkpoint
+    from ..memory.full_ladder import Wanted, find_checkpoint
     from ..memory.rungs import METHODS
     from ..memory.upstream_source import SOURCES
-    from .check_data import _MARKS
 
     checkpoint = None if model_path is None else find_checkpoint(model_path)
     if checkpoint is not None and family is None:
-        family = family_of(checkpoint, _MARKS)
+        family = _family_of(checkpoint)
     if family is None:
         raise SettingsError("plan: for which model? Name a checkpoint, or --family and --size.")
     problem = family_problem(family)
@@ -145,6 +152,18 @@ def _wanted(
         raise SettingsError(f"plan: --method {pinned['method']}: expected one of {', '.join(METHODS)}.")
     micro_batch = _longest_of(train_jsonl, checkpoint, family, upstream, shape[2]) if train_jsonl else _shape(*shape)
     return Wanted(family, size or sizes[0], checkpoint, upstream, micro_batch, pinned)
+
+
+def _family_of(checkpoint: Path) -> str:
+    from ..data.processors import stored_config
+    from ..errors import EnvironmentProblem
+
+    family = family_of_config(vars(stored_config(checkpoint)))
+    if family is None:
+        raise EnvironmentProblem(
+            f"model {checkpoint}: its config.json is none of a MOSS-TTS family; name it with --family."
+        )
+    return family
 
 
 def _shape(positions: int | None, supervised: int | None, records: int) -> MicroBatch:
@@ -171,9 +190,9 @@ def _longest_of(
     from ..data.files import find_files
     from ..errors import DataError
     from ..memory.rungs import MicroBatch
-    from .check_data import _counting
+    from .counting import rules_and_counter
 
-    rules, counter, note = _counting(checkpoint, family, upstream)
+    rules, counter, note = rules_and_counter(checkpoint, family, upstream)
     report = check_files(find_files(files), rules, counter)
     if not report.kept:
         raise DataError(f"plan: {', '.join(files)}: no record can be trained on. See moss-lowmem check-data.")
@@ -186,7 +205,8 @@ def _longest_of(
     return MicroBatch(records, longest, records * max(1, round(longest * report.supervised_share)))
 
 
-def _answers(wanted: Wanted, ladder: FullLadder, limits: Limits, cache: Any) -> dict[str, Any]:
+def _answers(wanted: Wanted, ladder: FullLadder, limits: Limits, cache: PlanCache | None) -> dict[str, Any]:
+    from ..memory.full_ladder import records_that_fit
     from ..memory.planner import assess_ladder, cheapest
     from ..memory.rungs import Rung
 
@@ -196,8 +216,6 @@ def _answers(wanted: Wanted, ladder: FullLadder, limits: Limits, cache: Any) -> 
         return {}
     rung = chosen.figures.rung
     assert isinstance(rung, Rung)
-    from ..memory.full_ladder import records_that_fit
-
     return {"largest_batch": records_that_fit(wanted, rung, limits, cache)}
 
 
@@ -213,8 +231,3 @@ def _progress_bar() -> Iterator[Callable[[int, int, str], None]]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("simulating", total=None)
         yield lambda done, total, name: bar.update(task, completed=done, total=total, description=name or "done")
-
-
-def _stop(message: str) -> NoReturn:
-    typer.echo(f"[lowmem] error: {message}", err=True)
-    raise typer.Exit(BAD_INPUT)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-BAD_INPUT = 2
+from .refusal import refuse
 
 
 def report(
@@ -20,7 +20,6 @@ def report(
     try:
         written = write_report(output_dir)
     except LowMemError as error:
-        typer.echo(f"[lowmem] error: {error}", err=True)
-        raise typer.Exit(BAD_INPUT) from None
+        refuse(error)
     for path in written:
         typer.echo(path)

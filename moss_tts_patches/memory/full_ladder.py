@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -193,23 +192,4 @@ def find_checkpoint(name: str) -> Path:
     raise EnvironmentProblem(
         f"model {name}: found no folder with a config.json of that name and no cached hub repository. Download it "
         f"(hf download {name}), or plan without it: --family and --size."
-    )
-
-
-def family_of(checkpoint: Path, marks: Mapping[str, str]) -> str:
-    """Tells the family from the config's entries.
-
-    Args:
-        checkpoint: folder with a config.json.
-        marks: an entry that one family alone has, and the family; the last resort last.
-
-    Raises:
-        EnvironmentProblem: no entry is there.
-    """
-    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    for mark, name in marks.items():
-        if mark in config:
-            return name
-    raise EnvironmentProblem(
-        f"model {checkpoint}: its config.json is none of a MOSS-TTS family; name it with --family."
     )

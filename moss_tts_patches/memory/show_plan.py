@@ -87,7 +87,7 @@ def print_plan(wanted: Wanted, ladder: FullLadder, limits: Limits, answers: Mapp
     else:
         console.print(f"[bold]choice: {chosen.figures.rung.name}[/]: {explain(assessed, chosen, limits)}")
         console.print("pin it: " + " ".join(f"{name}={value}" for name, value in _settings(chosen).items()))
-    for line in answer_lines(wanted, answers):
+    for line in _answer_lines(answers):
         console.print(line)
 
 
@@ -132,7 +132,7 @@ def _reference(assessed: list[Assessment]) -> float:
     return next(found.figures.flops for found in assessed if found.figures.rung.name == REFERENCE)
 
 
-def answer_lines(wanted: Wanted, answers: Mapping[str, Any]) -> list[str]:
+def _answer_lines(answers: Mapping[str, Any]) -> list[str]:
     """What people ask, answered for this model."""
     lines = [
         f"FLOPs are relative to {REFERENCE}.",
