@@ -36,8 +36,8 @@ CORRECTIONS: dict[str, str] = {
     "(upstream: the one in the checkpoint's config, whether it is installed or not)",
 }
 
-# Variables of the launcher: known, but not settings of a training process.
-_LAUNCHER_VARIABLES = ("MOSS_LOWMEM_ENGINE", "MOSS_LOWMEM_FAMILY")
+#: Variables of the launcher: known, but not settings of a training process.
+LAUNCHER_VARIABLES = ("MOSS_LOWMEM_ENGINE", "MOSS_LOWMEM_FAMILY")
 
 Placement = Literal["auto", "device", "host"]
 
@@ -211,10 +211,12 @@ class Settings(BaseSettings):
 
     @property
     def validates(self) -> bool:
+        """Whether there are records to evaluate while training."""
         return self.valid_jsonl is not None or self.valid_share > 0
 
     @property
     def saves_best(self) -> bool:
+        """Whether the weights with the lowest validation loss are kept."""
         return self.validates and self.valid_best == "1"
 
     @property
@@ -224,10 +226,12 @@ class Settings(BaseSettings):
 
     @property
     def checkpoints_always(self) -> bool:
+        """Whether layers are recomputed, whatever the trainer's command line asks for."""
         return self.checkpointing == "1"
 
     @property
     def checks_itself(self) -> bool:
+        """Whether loss and gradients are compared with upstream's before the model is loaded."""
         return self.self_check == "1"
 
     def adapter_options(self) -> dict[str, Any]:
@@ -296,7 +300,7 @@ def load_settings() -> Settings:
     Raises:
         SettingsError: an unknown name (with the nearest known one) or a wrong value (with the valid ones).
     """
-    known = {PREFIX + name.upper() for name in Settings.model_fields} | set(_LAUNCHER_VARIABLES)
+    known = {PREFIX + name.upper() for name in Settings.model_fields} | set(LAUNCHER_VARIABLES)
     for name in os.environ:
         if name.startswith(PREFIX) and name not in known:
             nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)

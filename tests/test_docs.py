@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moss_tts_patches import cli
-from moss_tts_patches.settings import _LAUNCHER_VARIABLES, PREFIX, Settings
+from moss_tts_patches.settings import LAUNCHER_VARIABLES, PREFIX, Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -16,7 +16,7 @@ PAGES = sorted(DOCS.glob("*.md"))
 PAIRS = [
     (page, page.with_name(f"{page.stem}_zh.md")) for page in PAGES if page.with_name(f"{page.stem}_zh.md").exists()
 ]
-KNOWN_SETTINGS = {PREFIX + name.upper() for name in Settings.model_fields} | set(_LAUNCHER_VARIABLES)
+KNOWN_SETTINGS = {PREFIX + name.upper() for name in Settings.model_fields} | set(LAUNCHER_VARIABLES)
 HEADING = re.compile(r"^### (.*)$", re.MULTILINE)
 
 
