@@ -145,7 +145,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         data.load(
             upstream_loader,
             {},
-            None,
+            types.SimpleNamespace(seed=42),
             spec=str(path),
             processes=1,
             rank=0,
