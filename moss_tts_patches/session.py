@@ -14,29 +14,30 @@ from torch import nn
 
 from . import __version__
 from .data.held_out import HeldOut
-from .data.install import CheckedData, DataOptions
+from .data.install import DataOptions
 from .engines import TrainingEngine, engine_of
 from .engines.learning_rate import step_rate_once
 from .engines.sharded_windows import close_windows
-from .errors import EnvironmentProblem, SeamError, ending_the_run
-from .families.family import Family, TrainingContext, supervised_positions
+from .errors import SeamError, ending_the_run
+from .families.family import Family
 from .families.self_check import check_against_upstream
 from .ledger import Ledger
-from .loss.engine import LossEngine
-from .loss.problem import IGNORE_INDEX
-from .memory.card import StorePlacement
 from .optim import build_optimizer
+from .runtime.adapter_checkpoints import AdapterCheckpoints
+from .runtime.assembly import make_loop, make_stores, name_parameters
 from .runtime.checkpointing import checkpoint_layers, layer_parameters
 from .runtime.decisions import Decisions
-from .runtime.nonfinite import NonFiniteGradients
+from .runtime.disk_need import whole_checkpoints
 from .runtime.parked import park_embedding
+from .runtime.position_limit import limit_finder
 from .runtime.precision import settle_precision
 from .runtime.recording import RunRecord
-from .runtime.report import GIB, StepClock, describe_module, describe_parameters, log, peak_memory
+from .runtime.report import StepClock, log
 from .runtime.resume.run import ResumableRun
 from .runtime.resume.writer import ResumeOptions
-from .runtime.saving import finish_interrupted_saves, name_in_the_end
-from .runtime.stores import StoreRequest, build_stores
+from .runtime.run_report import describe_run, end_line, start_lines
+from .runtime.saving import finish_interrupted_saves
+from .runtime.stores import Stores
 from .runtime.training_data import TrainingData, steps_of_training
 from .runtime.training_loop import TrainingLoop
 from .runtime.validation.beginning import begin_validation
@@ -53,7 +54,11 @@ class Session:
 
     Attributes:
         arguments: the trainer's command line, normalised; upstream's parser gets it.
-        store: receives gradients once the model is loaded.
+        arguments_parsed: what that parser made of it.
+        output_folder: the trainer's.
+        stores: where gradients, states and idle weights live; there once the model is loaded, as :attr:`loop` is.
+        checkpointed_layers: of the backbone, recomputed in the backward.
+        parked_bytes: of embeddings that training never reads, kept off the GPU.
         save_plainly: the trainer's ``save_checkpoint``, whole or not at all, for weights that are none of its own
             checkpoints.
     """
@@ -95,14 +100,16 @@ class Session:
             arrived=self._resumed,
         )
         self.resume.validation = self.validation
-        self._output_folder = Path(".")
+        self.output_folder = Path(".")
+        self._adapter_checkpoints: AdapterCheckpoints | None = None
         self._upstream_forward: Any = None
-        self._arguments_parsed: Any = None
+        self.arguments_parsed: Any = None
         self._said: set[str] = set()
         self.record = RunRecord(settings.progress, log)
-        self._parked_bytes = 0
-        self._checkpointed_layers = 0
-        self.decisions = Decisions(settings, family, log)
+        self.parked_bytes = 0
+        self.checkpointed_layers = 0
+        self.decisions = Decisions(settings, family, log, adapters.plan if adapters is not None else None)
+        self.stores: Stores
         self.loop: TrainingLoop
 
     # -- upstream's order of events ------------------------------------------------------------------------------
@@ -110,48 +117,36 @@ class Session:
     def parsed(self, namespace: Any) -> Any:
         """The trainer's arguments are known, nothing has been done yet; returns them unchanged."""
         self.seed = int(getattr(namespace, "seed", 0))
-        self._output_folder = Path(getattr(namespace, "output_dir", "."))
+        self.output_folder = Path(getattr(namespace, "output_dir", "."))
         self.decisions.arguments_known(namespace)
-        self._arguments_parsed = namespace
+        self.arguments_parsed = namespace
         settle_precision(namespace, full=self.adapters is None, log=log)
         model_path = str(getattr(namespace, "model_path", ""))
         if self.adapters is not None:
             self.adapters.started(model_path, getattr(namespace, "learning_rate", None))
         with ending_the_run():
-            self.resume.started(self._output_folder, vars(namespace), is_main=self.watch.is_main)
-        self.watch.started(self._output_folder)
+            self.resume.started(self.output_folder, vars(namespace), is_main=self.watch.is_main)
+        self.watch.started(self.output_folder)
         if self.settings.preflight == "1":
-            self.watch.check(self._output_folder, model_path, self._whole_checkpoints(), resumes=self.resume.goes_on)
+            copies = whole_checkpoints(self.settings, self.family, namespace)
+            self.watch.check(self.output_folder, model_path, copies, resumes=self.resume.goes_on)
         return namespace
-
-    def _whole_checkpoints(self) -> int:
-        """How many times the model's size the run writes to its output folder; adapters are small."""
-        saves = getattr(self._arguments_parsed, "num_epochs", 1) + self.family.extra_checkpoints
-        if self.adapters is not None:
-            return {"none": 0, "last": 1, "all": saves}[self.settings.merge]
-        # A point holds bf16 weights and 8-bit states: twice the weights. One more than are kept while it is written.
-        points = 2 * (self.settings.keep + 1) if self.resume.options.saves else 0
-        return saves + points + 2 * self.settings.saves_best  # a new best stands beside the former until it is whole
 
     @ending_the_run()
     def accelerator_created(self, accelerator: Any) -> None:
         """Checks the engine; the first thing that main() does after its arguments."""
         self.parallel = engine_of(accelerator)
-        self.parallel.check(self._arguments_parsed, self.settings.method)
+        self.parallel.check(self.arguments_parsed, self.settings.method)
         self.parallel.settle_loading(self.family.loads_in_parts)
         corrected = self.corrects("gradient_clipping")
-        if (change := self.parallel.settle_clipping(self._arguments_parsed, corrected=corrected)) is not None:
+        if (change := self.parallel.settle_clipping(self.arguments_parsed, corrected=corrected)) is not None:
             log(f"correction=gradient_clipping {change}")
         self.accelerator = accelerator
         self.resume.accelerator_created(accelerator.device, accelerator.process_index, accelerator.num_processes)
-        if self.parallel.owns_optimizer and (self.resume.options.saves or self.resume.goes_on):
-            raise EnvironmentProblem(
-                f"engine {self.parallel.title}: it owns the optimizer states, which resume points of the layer do not "
-                "hold. Unset MOSS_LOWMEM_SAVE_STEPS and MOSS_LOWMEM_SAVE_MINUTES, and set MOSS_LOWMEM_RESUME=off."
-            )
+        self.parallel.check_resume_points(self.resume.options.saves or self.resume.goes_on)
         self.decisions.engine_known(self.parallel)
         if accelerator.is_main_process:
-            finish_interrupted_saves(self._output_folder, log)
+            finish_interrupted_saves(self.output_folder, log)
 
     @ending_the_run()
     def load_records(self, upstream: Any, spec: str, world_size: int, rank: int) -> Any:
@@ -159,39 +154,21 @@ class Session:
         loaded = self.data.load(
             upstream,
             vars(self.trainer),
-            self._arguments_parsed,
+            self.arguments_parsed,
             spec=spec,
             processes=world_size,
             rank=rank,
-            output_folder=self._output_folder,
-            find_limit=self._limit_finder(),
+            output_folder=self.output_folder,
+            find_limit=limit_finder(self),
         )
         self.resume.note("max_positions", self.data.most_positions)
         self.resume.records_known(loaded[1])
         return loaded
 
-    def _limit_finder(self) -> Callable[[CheckedData], int | None] | None:
-        """How MOSS_LOWMEM_MAX_POSITIONS=auto finds its number; a run that goes on keeps the one it began with."""
-        if self.settings.max_positions != "auto":
-            return None
-        if not self.resume.goes_on:
-            return self._longest_record
-        noted = self.resume.noted("max_positions")
-        return lambda checked: noted if noted is not None and max(checked.report.positions) > noted else None
-
-    def _longest_record(self, checked: CheckedData) -> int | None:
-        """How many positions a record may have for the card; None where every one fits."""
-        model_class, config = self.family.class_and_config(
-            vars(self.trainer), self._arguments_parsed, self.accelerator.device
-        )
-        self.family.check_class(model_class)
-        adapters = self.adapters.plan if self.adapters is not None else None
-        return self.decisions.longest_record(model_class, config, self.accelerator, checked, adapters)
-
     @ending_the_run()
     def loader_made(self, loader: Any) -> Any:
         """The trainer has made its ``DataLoader``; returns the one that it gets."""
-        arguments, processes = self._arguments_parsed, self.accelerator.num_processes
+        arguments, processes = self.arguments_parsed, self.accelerator.num_processes
         self.data.loader_made(loader, processes)
         if not (self.data.is_sharded and self.family.leaves_windows_open and self.corrects("sharded_windows")):
             return loader
@@ -210,14 +187,8 @@ class Session:
         with self.parallel.building(), torch.device("meta"), torch.random.fork_rng(devices=[]):
             structure = model_class(config)
         self.family.check_structure(structure)
-        self.decisions.plan(
-            model_class,
-            config,
-            self.accelerator,
-            self.data.checked,
-            self.adapters.plan if self.adapters is not None else None,
-            repository=Path(vars(self.trainer)["__file__"]).resolve().parents[2],
-        )
+        repository = Path(vars(self.trainer)["__file__"]).resolve().parents[2]
+        self.decisions.plan(model_class, config, self.accelerator, self.data.checked, repository)
         if self.adapters is not None:
             self.adapters.structure_known(structure, self.accelerator.mixed_precision, self.accelerator.device)
         if self.settings.checks_itself:
@@ -239,93 +210,34 @@ class Session:
         self.model = model
         for parent, attribute in self.family.unread_embeddings(model):
             if self.parallel.parks_embeddings:
-                self._parked_bytes += park_embedding(parent, attribute)
+                self.parked_bytes += park_embedding(parent, attribute)
             else:
                 getattr(parent, attribute).requires_grad_(False)
         if self.adapters is not None:
             self.adapters.model_loaded(model, self.seed)
-            self.ledger.apply(model, "save_pretrained", self._save_adapter, "an adapter instead of the whole model")
+            self._adapter_checkpoints = AdapterCheckpoints(self.adapters, model, self.parallel, self.clock)
+            save = self._adapter_checkpoints.save_pretrained
+            self.ledger.apply(model, "save_pretrained", save, "an adapter instead of the whole model")
         if self.decisions.checkpoints_layers:
             self.enable_checkpointing()
-        self._choose_stores()
-        self.loop = self._make_loop()
-
-    def _choose_stores(self) -> None:
-        """Decides where gradients and states live, now that the model's size is known."""
-        settings, device = self.settings, self.accelerator.device
-        chosen = self.decisions.placements
-        request = StoreRequest(
-            StorePlacement(chosen.gradients, chosen.states, chosen.weights),
-            host_gradient_dtype=getattr(torch, chosen.host_gradient_dtype),
-            optimizer=settings.optimizer,
-            schedule=self.decisions.schedule,
-            checkpointed_layers=self._checkpointed_layers,
-            loss_scaler=self.accelerator.scaler is not None,
-            engine_reason=self.parallel.device_gradients_reason,
-            four_bit=settings.method == "qlora",
-        )
-        card = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-        self.stores = build_stores(
-            request, self.model, lambda: layer_parameters(self.family.backbone(self.model)), card
-        )
-        self.placement, self.store = self.stores.placement, self.stores.gradients
-
-    def _make_loop(self) -> TrainingLoop:
-        loss_engine = LossEngine(
-            self.decisions.engine_options, self.store, self.stores.weights_away, self.record.observe
-        )
-        context = TrainingContext(
-            engine=loss_engine,
-            direct=self.decisions.schedule != "autograd",
-            loss_scale=self._loss_scale,
-            finite_empty_channels=self.corrects("empty_channel_loss"),
-            say_once=self.say_once,
-            summarise_labels=lambda labels: supervised_positions(labels, IGNORE_INDEX),
-            every_weight=self.parallel.several,
-            inside_forward=self.parallel.loss_inside_forward,
-        )
-        return TrainingLoop(
-            family=self.family,
-            accelerator=self.accelerator,
-            parallel=self.parallel,
-            context=context,
-            stores=self.stores,
-            data=self.data,
-            resume=self.resume,
-            clock=self.clock,
-            record=self.record,
-            watch=self.watch,
-            adapters=self.adapters,
-            before_first=self.ledger.verify,
-            tries_longest=self.settings.longest_first == "1",
-            nonfinite=NonFiniteGradients(self.settings.nonfinite, self.data.name_record),
-            trainer_decides=self.family.decides_on_nonfinite(self._arguments_parsed),
-            say=log,
-        )
+        self.stores = make_stores(self)
+        self.loop = make_loop(self)
 
     def enable_checkpointing(self) -> None:
         """What upstream's ``--gradient-checkpointing`` means here."""
-        self._checkpointed_layers = checkpoint_layers(self.family.backbone(self.model), self.parallel.recompute)
+        self.checkpointed_layers = checkpoint_layers(self.family.backbone(self.model), self.parallel.recompute)
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter], options: dict[str, Any]) -> Any:
         """Builds the optimizer that the trainer's ``AdamW(...)`` call asks for."""
-        given = list(parameters)
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        unknown = sum(1 for parameter in given if parameter not in names)
-        if unknown:
-            raise SeamError(
-                f"seam sft.py.AdamW: {unknown} of {len(given)} parameters do not belong to the loaded model. The layer "
-                "needs their names to save and restore optimizer state; upgrade moss_tts_patches, or use MOSS_LOWMEM=0."
-            )
+        named = name_parameters(self.model, parameters)
         if self.parallel.owns_optimizer:
             if self.settings.optimizer != "adamw":
                 log(f"optimizer=adamw instead_of={self.settings.optimizer} reason='{self.parallel.optimizer_reason}'")
-            self.loop.optimizer = self.optimizer = torch.optim.AdamW([p for p in given if p.requires_grad], **options)
+            trained = [parameter for _, parameter in named if parameter.requires_grad]
+            self.loop.optimizer = self.optimizer = torch.optim.AdamW(trained, **options)
             return self.optimizer
-        named = [(names[parameter], parameter) for parameter in given]
-        self.optimizer = build_optimizer(
-            self.settings.optimizer, named, self.store, self.placement.states, seed=self.seed, **options
-        )
+        gradients, states = self.stores.gradients, self.stores.placement.states
+        self.optimizer = build_optimizer(self.settings.optimizer, named, gradients, states, seed=self.seed, **options)
         self.loop.drive(self.optimizer)
         return self.optimizer
 
@@ -345,37 +257,26 @@ class Session:
         if not self.parallel.owns_optimizer:
             self._optimizer_prepared(wrapper)
         if self.accelerator.is_main_process:
-            self.record.started(self._output_folder, self.accelerator.device, self._about())
+            self.record.started(self.output_folder, self.accelerator.device, describe_run(self))
         own_loader = next((item for item in prepared if hasattr(item, "base_dataloader")), None)
         micro_batches = self.data.micro_batches if own_loader is None else len(own_loader)
-        self.loop.total_steps = steps_of_training(self._arguments_parsed, micro_batches)
-        processes = self.accelerator.num_processes
-        if self.corrects("learning_rate_steps") and step_rate_once(prepared, processes):
-            log(
-                "correction=learning_rate_steps the learning rate takes one step per optimizer step (upstream: "
-                f"{processes}, so that its schedule ends after 1/{processes} of the training)"
-            )
-        self._report_start()
+        self.loop.total_steps = steps_of_training(self.arguments_parsed, micro_batches)
+        if self.corrects("learning_rate_steps"):
+            change = step_rate_once(prepared, self.accelerator.num_processes)
+            if change is not None:
+                log(f"correction=learning_rate_steps {change}")
+        for line in start_lines(self):
+            log(line)
         atexit.register(self._report_end)
         self.resume.prepared(prepared, self.model, self.optimizer, self.accelerator.scaler)
         if self.stores.parking is not None:
             self.stores.parking.weights_changed()
         begin_validation(self, next(item for item in prepared if isinstance(item, nn.Module)))
 
-    @property
-    def trainer_arguments(self) -> dict[str, Any]:
-        """The trainer's command line, parsed, by name."""
-        return vars(self._arguments_parsed)
-
-    @property
-    def output_folder(self) -> Path:
-        """The trainer's output folder."""
-        return self._output_folder
-
     def _optimizer_prepared(self, wrapper: Any) -> None:
         """Gives the layer's optimizer its gradients and states; the model stands on its device."""
         # Only now: on a GPU the weights have just left the host memory that is asked for here.
-        self.store.attach((name, parameter) for parameter, name in self.optimizer.names.items())
+        self.stores.gradients.attach((name, parameter) for parameter, name in self.optimizer.names.items())
         with self.watch.guard.phase("optimizer state creation"):
             self.optimizer.reserve_states()
         parkable = list(layer_parameters(self.family.backbone(self.model))) if self.stores.can_park else []
@@ -386,28 +287,12 @@ class Session:
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """What is saved of the model where that is not all of it."""
-        if self.adapters is None or self.adapters.adapters is None:
-            return None
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        with self.parallel.gathered(trained):
-            return {n: t.detach().to("cpu", copy=True) for n, t in self.adapters.adapters.state_dict().items()}
-
-    def _save_adapter(
-        self, save_directory: Any, *_: Any, state_dict: Any = None, is_main_process: bool = True, **__: Any
-    ) -> None:
-        """Takes the place of ``model.save_pretrained`` in the trainer's ``save_checkpoint``.
-
-        Upstream passes on what :meth:`state_dict` gave it, so nothing is gathered twice.
-        """
-        tensors = self.state_dict() if state_dict is None else state_dict
-        if self.adapters is not None and tensors is not None and is_main_process:
-            folder = Path(save_directory)
-            self.adapters.save(folder, name_in_the_end(folder), self.clock.steps, tensors)
+        return None if self._adapter_checkpoints is None else self._adapter_checkpoints.state_dict()
 
     def checkpoint_saved(self, checkpoint: Path) -> None:
         """The trainer's ``save_checkpoint`` is done; ``checkpoint`` is whole."""
         if self.adapters is not None:
-            last = self.family.is_last_checkpoint(checkpoint.name, self._arguments_parsed, self.clock.steps)
+            last = self.family.is_last_checkpoint(checkpoint.name, self.arguments_parsed, self.clock.steps)
             with ending_the_run():
                 self.adapters.saved(checkpoint, last)
 
@@ -448,53 +333,13 @@ class Session:
         self.clock.go_on_from(steps)
         self.record.micro_batches = self.resume.position.micro_batches
 
-    def _loss_scale(self) -> float:
-        scaler = self.accelerator.scaler
-        scale = scaler.get_scale() if scaler is not None else 1.0
-        return scale / self.accelerator.gradient_accumulation_steps
-
     def say_once(self, line: str) -> None:
+        """Logs a line the first time it is said."""
         if line not in self._said:
             self._said.add(line)
             log(line)
 
-    def _report_start(self) -> None:
-        settings, model = self.settings, self.model
-        import accelerate
-        import transformers
-
-        log(
-            f"moss_tts_patches={__version__} torch={torch.__version__} transformers={transformers.__version__} "
-            f"accelerate={accelerate.__version__} family={self.family.name}"
-        )
-        log("patched=" + ",".join(patch.place for patch in self.ledger))
-        backbone, depth = self.family.backbone(model), self.family.depth_model(model)
-        log(f"{describe_module('backbone', backbone)} {describe_module('depth', depth)}")
-        log(
-            f"plan schedule={self.decisions.schedule} chunk_frames={settings.chunk_frames} "
-            f"checkpointed_layers={self._checkpointed_layers} optimizer={settings.optimizer} "
-            f"gradients={self.placement.gradients} states={self.placement.states} "
-            f"weights={self.placement.weights} "
-            f"corrections={','.join(settings.corrections) or 'none'}"
-        )
-        log(f"{describe_parameters(model)} kept_off_gpu={self._parked_bytes / GIB:.2f}GiB")
-
-    def _about(self) -> dict[str, Any]:
-        """What the log says of the run before its first step."""
-        choice = self.decisions.choice
-        return {
-            "family": self.family.name,
-            "moss_tts_patches": __version__,
-            "method": self.settings.method,
-            "schedule": self.decisions.schedule,
-            "plan": None if choice is None else choice.rung.name,
-            "plan_bytes": {} if choice is None else choice.planned_bytes(),
-        }
-
     def _report_end(self) -> None:
         self.record.ended()
         if self.clock.has_timed:
-            log(
-                f"steps={self.clock.steps} median_step_time={self.clock.median_seconds():.2f}s "
-                f"{peak_memory(self.accelerator.device)}"
-            )
+            log(end_line(self.clock, self.accelerator.device))

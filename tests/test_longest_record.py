@@ -194,11 +194,11 @@ def decisions(**settings: object) -> Decisions:
 def test_without_a_card_there_is_no_limit_to_find():
     accelerator = types.SimpleNamespace(device=torch.device("cpu"))
     with pytest.raises(SettingsError, match=r"no card whose memory .* Set a number, or .*MOSS_LOWMEM_VRAM"):
-        decisions().longest_record(None, None, accelerator, None, None)
+        decisions().longest_record(None, None, accelerator, None)
     several = decisions(vram=8)
     several._parallel = types.SimpleNamespace(autograd_reason="it averages", title="DDP")
     with pytest.raises(SettingsError, match="the planner knows one process, and this training runs under DDP"):
-        several.longest_record(None, None, accelerator, None, None)
+        several.longest_record(None, None, accelerator, None)
 
 
 def test_the_planner_must_not_be_off(monkeypatch):

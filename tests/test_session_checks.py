@@ -10,10 +10,11 @@ import torch
 from accelerate.utils import DistributedType
 
 from moss_tts_patches.engines import TrainingEngine
-from moss_tts_patches.errors import EnvironmentProblem, SettingsError
+from moss_tts_patches.errors import EnvironmentProblem, SeamError, SettingsError
 from moss_tts_patches.families.local import LocalFamily
 from moss_tts_patches.memory.card import StorePlacement, StoreSizes, choose_placement
 from moss_tts_patches.optim.gradients import DeviceGradients
+from moss_tts_patches.runtime.assembly import name_parameters
 from moss_tts_patches.runtime.precision import settle_precision
 from moss_tts_patches.runtime.recording import RunRecord
 from moss_tts_patches.runtime.report import StepClock
@@ -95,6 +96,22 @@ def test_an_optimizer_that_accelerate_replaced_is_noticed():
     replaced = types.SimpleNamespace(optimizer=torch.optim.Adam([torch.nn.Parameter(torch.ones(1))]), zero_grad=None)
     with pytest.raises(EnvironmentProblem, match="accelerate replaced object by Adam"):
         session.after_prepare((replaced,))
+
+
+def test_resume_points_need_an_optimizer_of_the_layer():
+    engine = TrainingEngine(None)
+    engine.check_resume_points(wanted=True)
+    engine.owns_optimizer = True
+    engine.check_resume_points(wanted=False)
+    with pytest.raises(EnvironmentProblem, match=r"it owns the optimizer states.*MOSS_LOWMEM_RESUME=off"):
+        engine.check_resume_points(wanted=True)
+
+
+def test_a_parameter_of_another_model_has_no_name():
+    model, other = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(1))
+    assert name_parameters(model, [model.bias]) == [("bias", model.bias)]
+    with pytest.raises(SeamError, match="1 of 2 parameters do not belong to the loaded model"):
+        name_parameters(model, [model.bias, other])
 
 
 def make_loop(say, **members):

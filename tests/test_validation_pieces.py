@@ -31,6 +31,7 @@ from moss_tts_patches.loss.module_schedule import ByModule
 from moss_tts_patches.memory.tracker import StorageTracker
 from moss_tts_patches.optim.gradients import DeviceGradients
 from moss_tts_patches.runtime.checkpointing import checkpoint_layers
+from moss_tts_patches.runtime.disk_need import whole_checkpoints
 from moss_tts_patches.runtime.validation import best
 from moss_tts_patches.runtime.validation.best import BestCheckpoint, check_signature
 from moss_tts_patches.runtime.validation.course import Surrounding, Validation
@@ -462,15 +463,11 @@ def test_a_save_checkpoint_that_wants_more_is_refused():
 
 
 def test_best_weights_are_counted_by_the_disk_check(monkeypatch):
-    from moss_tts_patches.session import Session
-
     def copies(**environment: str) -> int:
         with monkeypatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(f"MOSS_LOWMEM_{name}", value)
-            session = Session(load_settings(), LocalFamily(), types.ModuleType("trainer"), [])
-        session._arguments_parsed = types.SimpleNamespace(num_epochs=3)
-        return session._whole_checkpoints()
+            return whole_checkpoints(load_settings(), LocalFamily(), types.SimpleNamespace(num_epochs=3))
 
     assert copies() == copies(VALID_SHARE="0.1", VALID_BEST="0") == 3
     assert copies(VALID_SHARE="0.1") == 5

@@ -87,6 +87,21 @@ class TrainingEngine:
         """
         return None
 
+    def check_resume_points(self, wanted: bool) -> None:
+        """Compares what a resume point of the layer holds with what the engine leaves to the layer.
+
+        Args:
+            wanted: the run writes points, or goes on from one.
+
+        Raises:
+            EnvironmentProblem: they would not hold everything.
+        """
+        if wanted and self.owns_optimizer:
+            raise EnvironmentProblem(
+                f"engine {self.title}: it owns the optimizer states, which resume points of the layer do not hold. "
+                "Unset MOSS_LOWMEM_SAVE_STEPS and MOSS_LOWMEM_SAVE_MINUTES, and set MOSS_LOWMEM_RESUME=off."
+            )
+
     def settle_loading(self, in_parts: bool) -> None:
         """Decides how the model is loaded.
 

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate.scheduler import AcceleratedScheduler
 
 
-def step_rate_once(prepared: Iterable[Any], processes: int) -> bool:
+def step_rate_once(prepared: Iterable[Any], processes: int) -> str | None:
     """Keeps accelerate from stepping the learning rate once per process at every optimizer step.
 
     Upstream sizes its schedule in optimizer steps, so that on N processes the rate would reach its end after 1/N of the
@@ -20,7 +20,7 @@ def step_rate_once(prepared: Iterable[Any], processes: int) -> bool:
         processes: how many there are.
 
     Returns:
-        Whether there was anything to correct.
+        What was changed, or None.
 
     Source: accelerate ``scheduler.py``, ``AcceleratedScheduler.step``; upstream ``sft.py``, ``main``.
     """
@@ -29,8 +29,11 @@ def step_rate_once(prepared: Iterable[Any], processes: int) -> bool:
         for item in prepared
         if isinstance(item, AcceleratedScheduler) and item.step_with_optimizer and not item.split_batches
     ]
-    if processes == 1:
-        return False
+    if processes == 1 or not wrong:
+        return None
     for scheduler in wrong:
         scheduler.split_batches = True
-    return bool(wrong)
+    return (
+        f"the learning rate takes one step per optimizer step (upstream: {processes}, so that its schedule ends after "
+        f"1/{processes} of the training)"
+    )

@@ -22,14 +22,22 @@ if TYPE_CHECKING:
 class Decisions:
     """The user's wishes, what the trainer's arguments and the engine allow of them, and the planner's choice.
 
+    Args:
+        settings: the user's.
+        family: of the model.
+        say: logs a line.
+        adapters: what adapters the run makes; None where all weights are trained.
+
     Attributes:
         schedule: of the loss.
         choice: the planner's; None where nothing was planned.
         checkpointing_asked: the trainer's command line asks for checkpointing.
     """
 
-    def __init__(self, settings: Settings, family: Family, say: Callable[[str], None]) -> None:
-        self._settings, self._family, self._say = settings, family, say
+    def __init__(
+        self, settings: Settings, family: Family, say: Callable[[str], None], adapters: AdapterPlan | None = None
+    ) -> None:
+        self._settings, self._family, self._say, self._adapters = settings, family, say, adapters
         self.schedule: str = settings.schedule
         self.choice: Choice | None = None
         self.checkpointing_asked = False
@@ -69,7 +77,6 @@ class Decisions:
         config: Any,
         accelerator: Any,
         checked: CheckedData | None,
-        adapters: AdapterPlan | None,
         repository: Path,
     ) -> None:
         """Chooses what the user has not set, for this card and these records; without a card, nothing.
@@ -91,7 +98,7 @@ class Decisions:
             accumulation=accelerator.gradient_accumulation_steps,
             pinned=self._pinned(accelerator),
             method=self._settings.method,
-            adapters=adapters,
+            adapters=self._adapters,
             lengths=lengths,
             repository=repository,
             say=self._say,
@@ -106,9 +113,7 @@ class Decisions:
             pinned["gradients"] = "device"
         return pinned
 
-    def longest_record(
-        self, model_class: Any, config: Any, accelerator: Any, checked: CheckedData, adapters: AdapterPlan | None
-    ) -> int | None:
+    def longest_record(self, model_class: Any, config: Any, accelerator: Any, checked: CheckedData) -> int | None:
         """Returns how many positions a record may have for the card, None where every one fits.
 
         Raises:
@@ -136,7 +141,7 @@ class Decisions:
             accumulation=accelerator.gradient_accumulation_steps,
             pinned=self._pinned(accelerator),
             method=self._settings.method,
-            adapters=adapters,
+            adapters=self._adapters,
             say=self._say,
         )
 

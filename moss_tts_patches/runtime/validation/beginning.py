@@ -64,7 +64,7 @@ def _best_checkpoint(session: Session, model: nn.Module) -> BestCheckpoint | Non
         session.save_plainly,
         accelerator=session.accelerator,
         model=model,
-        arguments=session.trainer_arguments,
+        arguments=vars(session.arguments_parsed),
         folder=session.output_folder,
         say=log,
     )
