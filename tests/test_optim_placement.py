@@ -83,7 +83,7 @@ def test_without_meminfo_the_system_is_asked_otherwise(tmp_path, monkeypatch):
 
 
 def test_memory_that_cannot_be_page_locked_is_one_warning(monkeypatch):
-    monkeypatch.setattr(placement, "_register", lambda address, size: False)
+    monkeypatch.setattr(placement, "lock_pages", lambda address, size: False)
     monkeypatch.setattr(placement, "_warned_unpinned", False)
     with pytest.warns(RuntimeWarning, match="pageable memory: the same numbers"):
         empty_host(100, torch.uint8, pinned=True)
@@ -94,8 +94,8 @@ def test_memory_that_cannot_be_page_locked_is_one_warning(monkeypatch):
 
 def test_page_locked_memory_is_released_with_its_storage_and_not_before(monkeypatch):
     locked, released = [], []
-    monkeypatch.setattr(placement, "_register", lambda address, size: locked.append((address, size)) or True)
-    monkeypatch.setattr(placement, "_unregister", released.append)
+    monkeypatch.setattr(placement, "lock_pages", lambda address, size: locked.append((address, size)) or True)
+    monkeypatch.setattr(placement, "unlock_pages", released.append)
     buffer = empty_host(100, torch.float32, pinned=True)
     assert locked == [(buffer.data_ptr(), 400)]
     view = buffer[10:20]
@@ -109,5 +109,5 @@ def test_page_locked_memory_is_released_with_its_storage_and_not_before(monkeypa
 
 def test_nothing_is_page_locked_without_a_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(placement, "_register", lambda address, size: pytest.fail("registered"))
+    monkeypatch.setattr(placement, "lock_pages", lambda address, size: pytest.fail("registered"))
     empty_host(100, torch.uint8)

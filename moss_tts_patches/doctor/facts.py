@@ -140,13 +140,13 @@ def probe_pinned() -> str | None:
     """Page-locks 64 MiB as the stores do, and lets go; returns what went wrong."""
     import torch
 
-    from ..memory.placement import _register, _unregister
+    from ..memory.placement import lock_pages, unlock_pages
 
     try:
         buffer = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
     except RuntimeError as error:
         return str(error).splitlines()[0]
-    if not _register(buffer.data_ptr(), _PROBE_BYTES):
+    if not lock_pages(buffer.data_ptr(), _PROBE_BYTES):
         return f"cudaHostRegister refused {_PROBE_BYTES // 2**20} MiB"
-    _unregister(buffer.data_ptr())
+    unlock_pages(buffer.data_ptr())
     return None

@@ -140,8 +140,8 @@ def _pin(buffer: torch.Tensor) -> None:
     """Page-locks the buffer for as long as its storage lives; says once when that cannot be had."""
     global _warned_unpinned
     address = buffer.data_ptr()
-    if _register(address, buffer.numel() * buffer.element_size()):
-        weakref.finalize(buffer.untyped_storage(), _unregister, address).atexit = False
+    if lock_pages(address, buffer.numel() * buffer.element_size()):
+        weakref.finalize(buffer.untyped_storage(), unlock_pages, address).atexit = False
     elif not _warned_unpinned:
         _warned_unpinned = True
         warnings.warn(
@@ -152,7 +152,7 @@ def _pin(buffer: torch.Tensor) -> None:
         )
 
 
-def _register(address: int, size: int) -> bool:
+def lock_pages(address: int, size: int) -> bool:
     """Registers memory with the CUDA driver; False where it refuses."""
     try:
         cudart = torch.cuda.cudart()
@@ -166,5 +166,6 @@ def _register(address: int, size: int) -> bool:
     return False
 
 
-def _unregister(address: int) -> None:
+def unlock_pages(address: int) -> None:
+    """Takes back what :func:`lock_pages` did."""
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -73,6 +73,7 @@ class StepClock:
         return bool(self._durations)
 
     def median_seconds(self) -> float:
+        """Of the steps of this process; it has done one."""
         return statistics.median(self._durations)
 
 

@@ -34,7 +34,6 @@ class TrainingData:
         collate: makes a batch of its items.
         batch_size: records of a micro-batch.
         most_positions: that a record may have; None where every one is kept.
-        micro_batches: of an epoch, once the trainer has made its loader.
     """
 
     def __init__(

@@ -25,6 +25,7 @@ class Quiet:
             wandb.log = lambda *args, **options: None  # type: ignore[attr-defined]
 
     def end(self) -> None:
+        """Something is computed again: lines and wandb's values pass."""
         if not self.on:
             return
         self.on = False

@@ -37,6 +37,7 @@ class Ranks:
 
     @property
     def several(self) -> bool:
+        """Whether there are others to agree with."""
         return self.count > 1
 
     @property

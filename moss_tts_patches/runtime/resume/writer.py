@@ -33,6 +33,7 @@ class ResumeOptions:
 
     @property
     def saves(self) -> bool:
+        """Whether points are written at all."""
         return bool(self.save_steps or self.save_minutes)
 
 
