@@ -6,9 +6,10 @@ import argparse
 import importlib
 import importlib.util
 import sys
+import tempfile
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -52,12 +53,13 @@ def import_trainer(repository: Path) -> ModuleType:
 @contextmanager
 def active(trainer: ModuleType, patch: pytest.MonkeyPatch, **variables: str) -> Iterator[Session]:
     """The layer on a trainer whose ``main`` has just parsed its arguments."""
-    with patch.context() as environment:
+    with ExitStack() as stack, patch.context() as environment:
         environment.setenv("MOSS_LOWMEM", "1")
         for name, value in variables.items():
             environment.setenv(f"MOSS_LOWMEM_{name.upper()}", value)
         session = activate(trainer, argparse.ArgumentParser(), [])
-        session.parsed(SimpleNamespace(seed=42, mixed_precision="no", gradient_accumulation_steps=2))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        session.parsed(SimpleNamespace(seed=42, mixed_precision="no", gradient_accumulation_steps=2, output_dir=folder))
         try:
             yield session
         finally:
