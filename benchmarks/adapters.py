@@ -21,6 +21,7 @@ from moss_tts_patches.families import FAMILIES
 from moss_tts_patches.memory.rungs import MicroBatch, Rung
 from moss_tts_patches.memory.simulate import simulate_rung
 from moss_tts_patches.memory.upstream_source import SOURCES, load_classes
+from moss_tts_patches.units import GIB, TFLOP
 
 SIZES = (
     ("moss_tts_local", "1.7b"),
@@ -31,7 +32,6 @@ SIZES = (
 )
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes")
 OPTIONS = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
-GIB, TFLOP = 2**30, 10**12
 
 
 def main() -> None:

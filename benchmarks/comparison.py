@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import GIB, SEED, describe_run
+from machine import SEED, describe_run
 from memory import SUPERVISED_SHARE
 from peer_lora import NAME as LORA_SCRIPT
 from peer_lora import adapt_simulated, checkpoint_without_hooks
@@ -33,6 +33,7 @@ from moss_tts_patches.memory.plan_cache import PlanCache, user_cache_folder
 from moss_tts_patches.memory.rungs import MicroBatch, UpstreamRung
 from moss_tts_patches.memory.simulate import simulate_upstream
 from moss_tts_patches.memory.traces import Subject, Tracer
+from moss_tts_patches.units import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "benchmarks/results/comparison.json"

@@ -28,8 +28,8 @@ from moss_tts_patches.families import FAMILIES
 from moss_tts_patches.memory.rungs import MicroBatch, Rung
 from moss_tts_patches.memory.simulate import simulate_rung
 from moss_tts_patches.memory.upstream_source import SOURCES, load_classes
+from moss_tts_patches.units import GIB
 
-GIB = 2**30
 CAPS_GIB = (16.0, 8.0, 12.0, 24.0)  # what matters most comes first, should time run out
 RUNGS = (
     Rung("staged", gradients="host", states="host", weights="host"),

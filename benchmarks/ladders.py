@@ -27,10 +27,11 @@ from moss_tts_patches.memory.footprint import CATEGORIES
 from moss_tts_patches.memory.full_ladder import FullLadder, Wanted, simulate_ladder
 from moss_tts_patches.memory.methods import SHAPES
 from moss_tts_patches.memory.plan_cache import PlanCache, user_cache_folder
-from moss_tts_patches.memory.reserve import GIB, Limits
+from moss_tts_patches.memory.reserve import Limits
 from moss_tts_patches.memory.rungs import MicroBatch
 from moss_tts_patches.memory.show_plan import REFERENCE, assess_ladder, cheapest
 from moss_tts_patches.memory.upstream_source import SOURCES
+from moss_tts_patches.units import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/ladders.json", ROOT / "docs/memory.md"

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-GIB, TFLOP = 2**30, 10**12
+from moss_tts_patches.units import GIB
+
 SEED = 0
 
 

@@ -25,8 +25,8 @@ from moss_tts_patches.families import FAMILIES
 from moss_tts_patches.families.family import Family
 from moss_tts_patches.memory.simulate import MicroBatch, Rung, StepFigures, simulate_rung, simulate_upstream
 from moss_tts_patches.memory.upstream_source import SOURCES, load_classes, trainer_options
+from moss_tts_patches.units import GIB
 
-GIB = 2**30
 SUPERVISED_SHARE = 350 / 600  # of the positions: a 7 s reference and prompt before 28 s of speech, as in the design
 
 PACKAGES = ("torch", "transformers", "accelerate")

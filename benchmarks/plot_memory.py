@@ -16,7 +16,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from comparison import LORA_SCRIPT, MODELS, OUTPUT, ROOT, Row, lengths_of, read_rows
-from machine import GIB
+
+from moss_tts_patches.units import GIB
 
 TITLES = {
     "local-1.7b": "MOSS-TTS-Local 1.7B",

@@ -24,8 +24,8 @@ from moss_tts_patches.memory.engine_ladder import engine_rungs, simulate_engines
 from moss_tts_patches.memory.full_ladder import Wanted
 from moss_tts_patches.memory.methods import SHAPES
 from moss_tts_patches.memory.plan_cache import PlanCache, user_cache_folder
-from moss_tts_patches.memory.reserve import GIB
 from moss_tts_patches.memory.rungs import ENGINES, EngineRung, MicroBatch
+from moss_tts_patches.units import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks/results/scaling.json", ROOT / "docs/scaling.md"

@@ -23,7 +23,9 @@ from typing import Any
 
 import torch
 from comparison import MODELS
-from machine import GIB, describe_run
+from machine import describe_run
+
+from moss_tts_patches.units import GIB
 
 OUTPUT = Path(__file__).resolve().parent / "results/zero.json"
 REQUIREMENTS = ("deepspeed==0.19.8", "einops", "hjson", "msgpack", "ninja", "py-cpuinfo")

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .message_texts import TEXTS
+from .units import GIB
 
 Language = Literal["en", "zh"]
-
-GIB = 2**30
 
 
 def language_of(environment: Mapping[str, str]) -> Language:

@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 from tolerances import TOLERANCES
 
+from moss_tts_patches.units import GIB
+
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 READMES = ("README.md", "README_zh.md")
-GIB = 2**30
 
 sys.path.insert(0, str(BENCHMARKS))
 import comparison  # noqa: E402

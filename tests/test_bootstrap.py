@@ -68,17 +68,18 @@ def test_a_trainer_is_recognised_with_half_of_its_functions():
 # Which of our packages and modules each may import; design, section 6: families know upstream, features know tensors.
 LAYERS = {
     "errors": set(),
+    "units": set(),
     "bootstrap": {"activation", "errors"},
     "settings": {"errors"},
     "ledger": {"errors"},
-    "memory/placement": {"errors"},
+    "memory/placement": {"errors", "units"},
     "memory/tracker": {"memory"},
     "memory/flops": set(),
     "optim": {"errors", "memory", "optim"},
     "loss": {"errors", "optim", "loss"},
     "data": {"errors", "data"},
-    "messages": {"message_texts"},
-    "doctor": {"errors", "doctor", "launch", "memory", "messages"},
+    "messages": {"message_texts", "units"},
+    "doctor": {"errors", "doctor", "launch", "memory", "messages", "units"},
     "families": {"data", "errors", "loss", "optim", "families", "ledger"},
 }
 

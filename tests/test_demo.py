@@ -21,8 +21,9 @@ from mini_moss_tts.compare_demo import (
 )
 from rich.console import Console
 
+from moss_tts_patches.units import MIB
+
 LINE = "[2026-01-01 00:00:00] epoch=0 step={}/2 loss={} lr=1.00e-03 step_time={}s steps_per_sec=1.000"
-MIB = 2**20
 
 
 def training(*losses: str, peak_gib: float = 1.0, gpu: float | None = None) -> Training:

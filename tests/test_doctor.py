@@ -21,9 +21,7 @@ from moss_tts_patches.message_texts import TEXTS
 from moss_tts_patches.message_texts.doctor import DOCTOR_TEXTS
 from moss_tts_patches.message_texts.reports import REPORT_TEXTS
 from moss_tts_patches.messages import Messages, language_of
-
-GIB = 2**30
-MIB = 2**20
+from moss_tts_patches.units import GIB, MIB
 
 # As deepspeed raises it where there is no CUDA toolkit.
 MISSING_CUDA = (

@@ -18,10 +18,7 @@ from moss_tts_patches.doctor import Finding, preflight, stop_on_errors
 from moss_tts_patches.doctor.facts import SaveTarget, gather_facts
 from moss_tts_patches.doctor.storage import find_checkpoints, try_to_save
 from moss_tts_patches.errors import EnvironmentProblem
-
-GIB = 2**30
-MIB = 2**20
-
+from moss_tts_patches.units import GIB, MIB
 
 # -- storage ----------------------------------------------------------------------------------------------------------
 

@@ -9,10 +9,10 @@ from upstream_runs import upstream_classes_fixture  # noqa: F401
 
 from moss_tts_patches.families.local import LocalFamily
 from moss_tts_patches.memory.simulate import MicroBatch, Rung, simulate_rung, simulate_upstream
+from moss_tts_patches.units import GIB, TFLOP
 
 pytestmark = pytest.mark.upstream
 
-GIB, TFLOP = 2**30, 10**12
 SHORT, LONG = MicroBatch(1, 600, 350), MicroBatch(1, 3000, 1750)
 
 # Simulating 3000 positions takes a minute per schedule: only what an issue bounds is simulated.

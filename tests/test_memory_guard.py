@@ -24,9 +24,7 @@ from moss_tts_patches.memory.oom_report import (
     reporting_out_of_memory,
 )
 from moss_tts_patches.messages import Messages
-
-GIB = 2**30
-
+from moss_tts_patches.units import GIB
 
 # -- phases -----------------------------------------------------------------------------------------------------------
 

@@ -20,11 +20,10 @@ from moss_tts_patches.memory.placement import announce_host, empty_host
 from moss_tts_patches.memory.simulate import MicroBatch, Rung, simulate_rung
 from moss_tts_patches.memory.tracker import StorageTracker
 from moss_tts_patches.optim.gradients import DeviceGradients
+from moss_tts_patches.units import KIB
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from live_bytes import LiveBytes
-
-KIB = 1024
 
 
 def test_storages_are_counted_once_and_while_they_live():

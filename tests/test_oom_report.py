@@ -21,9 +21,7 @@ from moss_tts_patches.memory.oom_report import (
 )
 from moss_tts_patches.memory.readings import DeviceReading, HostReading
 from moss_tts_patches.messages import Messages
-
-GIB = 2**30
-MIB = 2**20
+from moss_tts_patches.units import GIB, MIB
 
 # As torch 2.6 to 2.13 write them.
 GPU_MESSAGE = (

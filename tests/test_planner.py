@@ -19,10 +19,11 @@ from moss_tts_patches.memory.ladder import list_rungs
 from moss_tts_patches.memory.methods import Shape
 from moss_tts_patches.memory.plan_cache import PlanCache, user_cache_folder
 from moss_tts_patches.memory.planner import assess_ladder, cheapest, choose_plan, largest_batch
-from moss_tts_patches.memory.reserve import GIB, Limits, assess
+from moss_tts_patches.memory.reserve import Limits, assess
 from moss_tts_patches.memory.rungs import MicroBatch, Rung
 from moss_tts_patches.memory.simulate import simulate_rung
 from moss_tts_patches.memory.traces import Subject, Tracer
+from moss_tts_patches.units import GIB
 
 LAYERS = 5
 BATCH = MicroBatch(1, 70, 60)  # 6 chunks of 11 frames, the last one shorter

@@ -16,10 +16,11 @@ from moss_tts_patches.memory.ladder import list_rungs
 from moss_tts_patches.memory.other_models import models_that_fit
 from moss_tts_patches.memory.plan_cache import PlanCache
 from moss_tts_patches.memory.planner import choose_plan
-from moss_tts_patches.memory.reserve import GIB, Limits
+from moss_tts_patches.memory.reserve import Limits
 from moss_tts_patches.memory.rungs import METHODS, MicroBatch, Rung, UpstreamRung
 from moss_tts_patches.memory.traces import Tracer
 from moss_tts_patches.memory.upstream_source import SOURCES
+from moss_tts_patches.units import GIB
 
 pytestmark = pytest.mark.upstream
 

@@ -21,6 +21,7 @@ from moss_tts_patches.runtime import recording
 from moss_tts_patches.runtime.bar import StepBar, describe_step, wants_bar
 from moss_tts_patches.runtime.recording import RunRecord
 from moss_tts_patches.runtime.trackers import open_tensorboard, scalars
+from moss_tts_patches.units import GIB
 
 if sys.platform != "win32":
     import fcntl
@@ -28,7 +29,6 @@ if sys.platform != "win32":
     import struct
     import termios
 
-GIB = 2**30
 VALUES: dict[str, Any] = {
     "step": 3,
     "epoch": 0.5,

@@ -13,7 +13,6 @@ from launcher import environment_of, make_program
 
 from moss_tts_patches.memory import readings
 from moss_tts_patches.memory.readings import (
-    MIB,
     CgroupReading,
     DeviceReading,
     GpuProcess,
@@ -24,8 +23,8 @@ from moss_tts_patches.memory.readings import (
     read_gpus,
     read_host,
 )
+from moss_tts_patches.units import GIB, MIB
 
-GIB = 2**30
 KERNEL_OF_WSL = "Linux version 5.15.90.1-microsoft-standard-WSL2 (oe-user@oe-host) (gcc 9.3.0)"
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from moss_tts_patches.settings import CORRECTIONS, PREFIX, Settings
+from moss_tts_patches.units import GIB, TFLOP
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 import write_settings  # noqa: E402
 
 READMES = ("README.md", "README_zh.md")
-GIB, TFLOP = 2**30, 10**12
 ROWS = (
     "upstream, checkpointing",
     "fused",

@@ -17,8 +17,9 @@ from moss_tts_patches.memory.engine_ladder import engine_rungs, show_engines
 from moss_tts_patches.memory.figures import RungFigures
 from moss_tts_patches.memory.footprint import Footprint
 from moss_tts_patches.memory.full_ladder import Wanted
-from moss_tts_patches.memory.reserve import GIB, HOST_PROCESS_BYTES, Limits, assess
+from moss_tts_patches.memory.reserve import HOST_PROCESS_BYTES, Limits, assess
 from moss_tts_patches.memory.rungs import ENGINES, EngineRung, MicroBatch
+from moss_tts_patches.units import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 

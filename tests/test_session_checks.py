@@ -22,8 +22,7 @@ from moss_tts_patches.runtime.stores import StoreRequest, build_stores
 from moss_tts_patches.runtime.training_loop import TrainingLoop
 from moss_tts_patches.session import Session
 from moss_tts_patches.settings import load_settings
-
-GIB = 2**30
+from moss_tts_patches.units import GIB
 
 
 def make_session():

@@ -24,6 +24,7 @@ from moss_tts_patches.families.delay import DelayFamily
 from moss_tts_patches.families.self_check import check_against_upstream
 from moss_tts_patches.loss.engine import EngineOptions
 from moss_tts_patches.memory.simulate import MicroBatch, Rung, simulate_rung, simulate_upstream
+from moss_tts_patches.units import GIB
 
 pytestmark = pytest.mark.upstream
 
@@ -31,7 +32,6 @@ FAMILY = "moss_tts_delay"
 # Printed by unmodified upstream on the tiny checkpoint of seed 0 (shared notes, section 0).
 REFERENCE_LOSSES = [3.9760, 4.2434, 3.9704]
 LOSS, GRADIENT = TOLERANCES["loss_fp32_relative"], TOLERANCES["gradient_fp32_relative"]
-GIB = 2**30
 
 # The processor's module first: upstream does not copy one of its imports unless that was resolved.
 LOAD = """

@@ -28,6 +28,7 @@ from moss_tts_patches.families.self_check import check_against_upstream
 from moss_tts_patches.loss.engine import EngineOptions
 from moss_tts_patches.memory.simulate import MicroBatch, Rung, simulate_rung, simulate_upstream
 from moss_tts_patches.memory.tracker import StorageTracker
+from moss_tts_patches.units import GIB
 
 pytestmark = pytest.mark.upstream
 
@@ -40,7 +41,6 @@ REFERENCE_LOSSES = [7.2160, 7.2131, 7.1741]
 STEADY = ARGUMENTS + " --adam-eps 1e-6"
 UNREAD = "language_model.embed_tokens.weight"
 LOSS, GRADIENT = TOLERANCES["loss_fp32_relative"], TOLERANCES["gradient_fp32_relative"]
-GIB = 2**30
 
 # The checkpoint carries its own package.
 LOAD = """

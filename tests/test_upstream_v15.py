@@ -30,12 +30,12 @@ from moss_tts_patches.loss.engine import EngineOptions
 from moss_tts_patches.memory.simulate import MicroBatch, Rung, simulate_rung, simulate_upstream
 from moss_tts_patches.optim.gradients import DeviceGradients
 from moss_tts_patches.runtime.progress import LOG_NAME
+from moss_tts_patches.units import GIB
 
 pytestmark = pytest.mark.upstream
 
 FAMILY, SEEDS = "moss_tts_local_v1.5", (0,)
 OURS = LocalV15Family()
-GIB = 2**30
 GRADIENT = TOLERANCES["gradient_fp32_relative"]
 # Printed by unmodified upstream on the tiny checkpoint of seed 0 (shared notes, section 0).
 REFERENCE_LOSSES = [3.7096, 3.6413, 3.6984]

@@ -23,8 +23,8 @@ from moss_tts_patches.launch.afterwards import (
 from moss_tts_patches.memory.readings import CgroupReading, DeviceReading, HostReading
 from moss_tts_patches.memory.watcher import Watcher
 from moss_tts_patches.messages import Messages
+from moss_tts_patches.units import GIB
 
-GIB = 2**30
 SECONDS_ALLOWED = 30
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from gpu import CAPS_GIB, RUNGS, UPSTREAM
-from machine import GIB
+
+from moss_tts_patches.units import GIB
 
 
 def not_measured() -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from comparison import LORA_SCRIPT, MODELS, Row, lengths_of, read_rows
-from machine import GIB, TFLOP
 
 from moss_tts_patches.memory.rungs import UpstreamRung
+from moss_tts_patches.units import GIB, TFLOP
 
 UPSTREAM, REFERENCE = UpstreamRung(False).name, UpstreamRung(True).name
 SHORT, LONG = 600, 3000

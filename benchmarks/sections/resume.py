@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-GIB, MIB = 2**30, 2**20
+from moss_tts_patches.units import GIB, MIB
 
 
 def resume_section(results: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ import torch
 
 from ..errors import EnvironmentProblem, NumericsError, SettingsError, StateError
 from ..runtime.saving import whole_folder
+from ..units import GIB
 from .adapter_folder import AdapterFolder
 from .peft_merge import PeftMerge
 from .record import ADAPTER, MERGED, AdapterRecord
@@ -29,7 +30,6 @@ from .support_files import support_files
 OUTPUT_DTYPES = ("bfloat16", "float16", "float32")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5 and of those before
-_GIB = 2**30
 
 
 def _ignore(_: Any) -> None:
@@ -104,7 +104,7 @@ def merge_adapter(
             f"output {output}: {error.strerror or error} ({error.filename or 'while writing'}). Nothing was left "
             "there; the adapter is as it was."
         ) from error
-    say(f"merged={output} shards={len(merge.base.files)} size={merge.bytes / _GIB:.2f}GiB")
+    say(f"merged={output} shards={len(merge.base.files)} size={merge.bytes / GIB:.2f}GiB")
     return MergeReport(
         output=output,
         base=merge.base.folder,
@@ -299,7 +299,7 @@ def _check_space(output: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise EnvironmentProblem(
-            f"disk {folder}: {free / _GIB:.1f} GiB are free and the merged model takes {needed / _GIB:.1f}. Make room, "
+            f"disk {folder}: {free / GIB:.1f} GiB are free and the merged model takes {needed / GIB:.1f}. Make room, "
             "or name a folder on another disk with --output."
         )
 

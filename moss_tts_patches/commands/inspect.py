@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..units import GIB, KIB, MIB
 from .refusal import refuse
 
 if TYPE_CHECKING:
     from ..adapters.inspect import FolderDescription
 
 NOT_WHOLE = 1
-_GIB = 2**30
 
 
 def inspect(
@@ -68,7 +68,7 @@ def _lines(found: FolderDescription) -> Iterator[tuple[str, str]]:
 
 
 def _size(size: int) -> str:
-    for unit, name in ((_GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size >= unit:
             return f"{size / unit:.2f} {name}"
     return f"{size} bytes"

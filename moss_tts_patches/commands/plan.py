@@ -109,7 +109,8 @@ def _limits(vram: float | None, ram: float | None, accumulation: int) -> Limits:
     """
     from ..errors import EnvironmentProblem
     from ..memory.readings import read_gpus, read_host
-    from ..memory.reserve import GIB, Limits
+    from ..memory.reserve import Limits
+    from ..units import GIB
 
     card = None if vram is None else vram * GIB
     if card is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..memory.readings import GpuReading
-from ..messages import GIB, Messages, gib
+from ..messages import Messages, gib
+from ..units import GIB
 from .facts import Facts, TorchFacts
 from .finding import Finding, finding
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..messages import GIB, Messages, gib
+from ..messages import Messages, gib
+from ..units import GIB
 from .facts import Facts
 from .finding import Finding, Severity, finding
 

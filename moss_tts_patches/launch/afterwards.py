@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..memory.readings import CgroupReading, DeviceReading, HostReading
-from ..messages import GIB, Messages, gib
+from ..messages import Messages, gib
+from ..units import GIB
 
 # Between the last reading and the kill lies up to a second, in which an arena of some GiB may have been allocated.
 _FULL_BYTES, _FULL_SHARE = 2 * GIB, 0.1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-GIB = 2**30
+from ..units import GIB
 
 # Beside weights, gradients and states: 1.6 GiB of activations and temporaries in the simulated step of 3000 positions
 # (python benchmarks/memory.py), 1.5 GiB for the CUDA context, workspaces, the desktop and the allocator's rounding.

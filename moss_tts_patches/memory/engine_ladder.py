@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable
 
 from ..errors import SettingsError
+from ..units import GIB
 from .figures import RungFigures
 from .full_ladder import Wanted, make_subject
 from .methods import SHAPES
 from .plan_cache import PlanCache
-from .reserve import GIB, Assessment, Limits, assess
+from .reserve import Assessment, Limits, assess
 from .rungs import ENGINES, UPSTREAM_ENGINES, EngineRung, UpstreamRung
 
 # What each engine refuses, or cannot do: see engines/.

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from ..units import GIB
 from .full_ladder import Wanted, make_subject
 from .methods import Shape
 from .plan_cache import PlanCache
-from .reserve import GIB, Limits, assess
+from .reserve import Limits, assess
 from .rungs import MicroBatch, Rung
 from .traces import Tracer
 from .upstream_source import SOURCES

@@ -20,8 +20,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import EnvironmentProblem
+from ..units import GIB
 
-GIB = 2**30
 _MEMINFO = "/proc/meminfo"
 _CGROUP = "/sys/fs/cgroup"
 

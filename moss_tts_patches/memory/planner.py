@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EnvironmentProblem
+from ..units import GIB
 from .figures import RungFigures
 from .ladder import Pinned, list_rungs
 from .methods import SHAPES
 from .plan_cache import PlanCache
-from .reserve import GIB, Assessment, Limits, assess, host_needed
+from .reserve import Assessment, Limits, assess, host_needed
 from .rungs import METHODS, MicroBatch, Rung
 
 if TYPE_CHECKING:

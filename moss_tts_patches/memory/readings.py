@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..units import MIB
+
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
-MIB = 2**20
 
 # cgroup v1 writes "no limit" as the largest number of pages that fit 63 bits; no machine has an exbibyte of RAM.
 _NO_LIMIT_BYTES = 2**60

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..units import GIB, MIB
 from .figures import RungFigures
 from .rungs import EngineRung, Rung, UpstreamRung
-
-MIB, GIB = 2**20, 2**30
 
 # What a process takes before its first tensor: 0.3 to 0.5 GiB for the context, and the kernels of cuBLAS, cuDNN and
 # attention as they are loaded.

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ..units import GIB
 from .planner import assess_ladder, cheapest
-from .reserve import GIB, Assessment, Limits
+from .reserve import Assessment, Limits
 from .rungs import Rung, UpstreamRung
 
 if TYPE_CHECKING:

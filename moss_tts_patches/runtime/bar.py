@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-GIB = 2**30
+from ..units import GIB
 
 # A terminal's bar is drawn anew at most twice a second. Where every state is a line of its own, one in 10 s is enough
 # to see that a training lives.

@@ -19,9 +19,10 @@ from ..memory.other_models import models_that_fit
 from ..memory.plan_cache import PlanCache, hash_files, user_cache_folder
 from ..memory.planner import Choice, choose_plan
 from ..memory.readings import read_host
-from ..memory.reserve import GIB, Limits
+from ..memory.reserve import Limits
 from ..memory.rungs import MicroBatch
 from ..memory.traces import Subject
+from ..units import GIB
 
 
 def card_memory(device: torch.device, stated_gib: float | None) -> float | None:

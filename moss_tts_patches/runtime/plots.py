@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, EnvironmentProblem
+from ..units import GIB
 from .progress import LOG_NAME, RunLog, read_log
 
-GIB = 2**30
 PAGE = "lowmem_report.html"
 _SIZE_INCHES, _DPI = (8.0, 4.5), 120
 

@@ -10,9 +10,8 @@ from datetime import datetime
 import torch
 from torch import nn
 
+from ..units import GIB
 from .bar import lines_above_bars
-
-GIB = 2**30
 
 
 def process_rank() -> int:

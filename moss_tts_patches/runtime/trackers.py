@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-GIB = 2**30
+from ..units import GIB
+
 FOLDER = "tensorboard"
 _PLAIN = ("loss", "grad_norm", "lr", "epoch", "frames_per_second", "positions", "seconds")
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import EnvironmentProblem
+from ...units import GIB
 from .point import FOLDER, remove_older, write_point
 from .tensors import optimizer_scalars, trained_parameters, write_states, write_weights
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
