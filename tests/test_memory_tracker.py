@@ -81,7 +81,7 @@ def real_step(rung, frames):
         optimizer = simulate.build_optimizer(
             rung.optimizer, list(model.named_parameters()), store, rung.states, seed=0, lr=1e-5, betas=(0.9, 0.95)
         )
-        simulate._bring_about_second_micro_batch(model, optimizer, rung, tracker)
+        simulate.bring_about_second_micro_batch(model, optimizer, rung, tracker)
         ours = Ours(rung.schedule, chunk_frames=7, logits_at_once=2**24, store=store, scale=0.5)
         batch = speech_batch(frames)
         batch["labels"][:, :4] = -100

@@ -36,7 +36,7 @@ def fused(
     deferred = _deferred_heads(problem, hidden, options.logits_at_once)
     gradients = _input_gradient_buffer(problem, hidden)
     with store.chunk_sums(_chunked_parameters(problem, deferred)):
-        for rows in _chunks(frames, options.chunk_frames):
+        for rows in options.chunks(frames, options.chunk_frames):
             inputs, outputs = _depth_forward(problem, hidden, rows)
             output_gradient = torch.zeros_like(outputs)
             for index, channel in enumerate(problem.channels):
@@ -70,7 +70,7 @@ def staged(
     Returns:
         ``(sums [channels] float32, gradient of hidden [frames, hidden])``, the gradient times ``scale``.
     """
-    chunks = list(_chunks(hidden.shape[0], options.chunk_frames))
+    chunks = list(options.chunks(hidden.shape[0], options.chunk_frames))
     outputs, states, kept = _all_depth_outputs(problem, hidden, chunks)
     sums = _heads_over_all_frames(problem, outputs, problem.coefficients * scale, store, options.logits_at_once)
     if problem.depth is None:
@@ -174,7 +174,8 @@ def _input_gradient_buffer(problem: FrameLoss, hidden: torch.Tensor) -> torch.Te
     return hidden.new_empty((hidden.shape[0], problem.positions, hidden.shape[1]))
 
 
-def _chunks(frames: int, chunk_frames: int) -> Iterator[slice]:
+def frame_chunks(frames: int, chunk_frames: int) -> Iterator[slice]:
+    """Cuts ``frames`` frames into chunks of ``chunk_frames``; the last one may be shorter."""
     for start in range(0, frames, chunk_frames):
         yield slice(start, min(start + chunk_frames, frames))
 

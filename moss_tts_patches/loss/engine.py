@@ -14,7 +14,7 @@ gradient of the hidden states is kept (frames x hidden) and handed to autograd w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ from torch import nn
 from ..errors import NumericsError
 from ..optim.gradients import GradientStore
 from . import autograd_schedule, direct_schedules, heads, module_schedule
+from .direct_schedules import frame_chunks
 from .module_schedule import ByModule
 from .problem import FrameLoss
 
@@ -39,6 +40,8 @@ class EngineOptions:
         chunk_frames: frames of the depth model alive at once.
         logits_at_once: logits alive at once, in elements.
         verify_scale: compare the scale that reaches the loss with the one used (off for fake tensors).
+        chunks: what ``fused`` and ``staged`` go through, of so many frames in chunks of so many; a simulation leaves
+            out those that are like others.
         by_module: ``autograd`` goes through modules alone, for engines that lend a weight only to its own module.
     """
 
@@ -46,6 +49,7 @@ class EngineOptions:
     chunk_frames: int = 32
     logits_at_once: int = heads.LOGITS_AT_ONCE
     verify_scale: bool = True
+    chunks: Callable[[int, int], Iterable[slice]] = frame_chunks
     by_module: ByModule | None = None
 
 

@@ -7,12 +7,12 @@ makes room for the rounding error of the sums, from the third on nothing changes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
-from ..loss import direct_schedules
+from ..loss.direct_schedules import frame_chunks
 from ..loss.engine import EngineOptions, LossEngine
 from ..loss.problem import FrameLoss, Stage
 from ..optim.gradients import GradientStore
@@ -20,6 +20,12 @@ from .flops import FlopCounter
 
 # The first without sums, the second in which their errors are made, one with everything there.
 FIRST_CHUNKS = 3
+
+
+def different_chunks(frames: int, chunk_frames: int) -> list[slice]:
+    """The first :data:`FIRST_CHUNKS` chunks and the last one, or all where there are no more than these."""
+    every = list(frame_chunks(frames, chunk_frames))
+    return every if len(every) <= FIRST_CHUNKS + 1 else [*every[:FIRST_CHUNKS], every[-1]]
 
 
 class FewChunksEngine(LossEngine):
@@ -39,13 +45,13 @@ class FewChunksEngine(LossEngine):
         weights_away: Callable[[], AbstractContextManager[None]],
         counter: FlopCounter,
     ) -> None:
-        super().__init__(options, store, weights_away)
+        super().__init__(dataclasses.replace(options, chunks=different_chunks), store, weights_away)
         self._counter = counter
 
     def loss(self, problem: FrameLoss, hidden: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        chunks = list(direct_schedules._chunks(hidden.shape[0], self.options.chunk_frames))
-        left_out = len(chunks) - FIRST_CHUNKS - 1
-        if problem.depth is None or left_out <= 0 or self.options.schedule == "autograd":
+        size = (hidden.shape[0], self.options.chunk_frames)
+        left_out = len(list(frame_chunks(*size))) - len(different_chunks(*size))
+        if problem.depth is None or left_out == 0 or self.options.schedule == "autograd":
             return super().loss(problem, hidden, scale)
         seen: list[tuple[int, int]] = []
 
@@ -55,22 +61,10 @@ class FewChunksEngine(LossEngine):
 
         depth = problem.depth
         observed = dataclasses.replace(problem, depth=Stage(forward, depth.modules))
-        with _only([*chunks[:FIRST_CHUNKS], chunks[-1]]):
-            result = super().loss(observed, hidden, scale)
+        result = super().loss(observed, hidden, scale)
         # One pass over the chunks in fused, two in staged; in each, from the second chunk's beginning to the third's.
         for start in range(0, len(seen), FIRST_CHUNKS + 1):
             before, after = seen[start + 1], seen[start + 2]
             self._counter.matmul_flops += left_out * (after[0] - before[0])
             self._counter.attention_flops += left_out * (after[1] - before[1])
         return result
-
-
-@contextmanager
-def _only(chunks: list[slice]) -> Iterator[None]:
-    """Has the schedules go through ``chunks`` alone."""
-    every = direct_schedules._chunks
-    direct_schedules._chunks = lambda frames, chunk_frames: iter(chunks)
-    try:
-        yield
-    finally:
-        direct_schedules._chunks = every

@@ -26,7 +26,8 @@ from .footprint import CATEGORIES, Footprint
 from .methods import Shape, find_shape
 from .plan_cache import PlanCache
 from .rungs import AnyRung, EngineRung, MicroBatch, Rung, UpstreamRung, describe
-from .simulate import StepFigures, simulate_rung, simulate_update, simulate_upstream
+from .simulate import simulate_rung, simulate_update, simulate_upstream
+from .step_figures import StepFigures
 
 # The least that has a first, a last and a middle, and a step of two to measure the difference with.
 FEW_LAYERS, MORE_LAYERS = 2, 4

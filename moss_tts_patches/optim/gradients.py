@@ -35,7 +35,7 @@ class ChunkSum:
 
     def __init__(self, total: torch.Tensor | None, error: torch.Tensor | None = None) -> None:
         self.total = total
-        self._error = error
+        self.error = error
 
     def add(self, value: torch.Tensor) -> None:
         """Adds one chunk's gradient; the first one is taken over as it is."""
@@ -44,16 +44,25 @@ class ChunkSum:
         elif self.total.dtype != torch.bfloat16:
             self.total += value
         else:
-            if self._error is None:
-                self._error = torch.zeros_like(self.total, dtype=torch.int8)
-            add_compensated(self.total, self._error, value)
+            if self.error is None:
+                self.error = torch.zeros_like(self.total, dtype=torch.int8)
+            self.compensate(self.total, self.error, value)
+
+    def compensate(self, total: torch.Tensor, error: torch.Tensor, value: torch.Tensor) -> None:
+        """Adds to a bf16 sum; a simulation only takes the room that this takes."""
+        add_compensated(total, error, value)
 
 
 class GradientStore:
     """Base of the stores: receives contributions, keeps count, lends out chunk sums.
 
     A store is also the gradient source of an optimizer: ``fetch``, ``release``, ``zero``.
+
+    Attributes:
+        chunk_sum_type: of the sums that :meth:`chunk_sums` opens; a simulation sets its own, to see their buffers.
     """
+
+    chunk_sum_type: type[ChunkSum] = ChunkSum
 
     def __init__(self) -> None:
         self._names: dict[nn.Parameter, str] = {}
@@ -264,9 +273,9 @@ class DeviceGradients(GradientStore):
         before, parameter.grad = parameter.grad, None
         if parameter.dtype == torch.bfloat16:
             # It goes on from earlier micro-batches: a second buffer would cost 2 bytes more.
-            return ChunkSum(before, self._errors.get(parameter))
+            return self.chunk_sum_type(before, self._errors.get(parameter))
         self._before[parameter] = before
-        return ChunkSum(None)
+        return self.chunk_sum_type(None)
 
     def _close_sum(self, parameter: nn.Parameter, chunk_sum: ChunkSum) -> None:
         self._whole.add(parameter)

@@ -136,7 +136,7 @@ class HostGradients(GradientStore):
             self.add(parameter, gradient)
 
     def _open_sum(self, parameter: nn.Parameter) -> ChunkSum:
-        return ChunkSum(None)
+        return self.chunk_sum_type(None)
 
     def _close_sum(self, parameter: nn.Parameter, chunk_sum: ChunkSum) -> None:
         if chunk_sum.total is not None:
