@@ -11,14 +11,13 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..data.rules import RecordRules
-from ..errors import NumericsError
 from ..loss.embedding import summed_embeddings
 from ..loss.problem import IGNORE_INDEX, Channel, FrameLoss, Lookup, Stage
 from .class_patches import RunHooks
@@ -30,6 +29,15 @@ from .family import (
     TrainingContext,
     check_parts,
     shrink_qwen3,
+)
+from .local_v15_loss import (
+    channel_shares,
+    channel_weights,
+    depth_output,
+    embedding_tables,
+    expected_contributions,
+    learned_labels,
+    text_head,
 )
 from .local_v15_patches import ATTENTION_MASK, patch_trainer, remote_class, unwrap
 
@@ -170,9 +178,9 @@ class LocalV15Family(Family):
 
     def training_output(self, model: Any, batch: dict[str, Any], context: TrainingContext) -> LossOutput:
         base = unwrap(model)
-        labels = _learned_labels(base, batch["labels"])
+        labels = learned_labels(base, batch["labels"])
         summary = context.summarise_labels(labels)
-        shares = _shares(batch["channelwise_loss_weight"], labels.shape[-1], summary.empty_channels)
+        shares = channel_shares(batch["channelwise_loss_weight"], labels.shape[-1], summary.empty_channels)
         if context.every_weight:
             shares = [share or 0.0 for share in shares]
         hidden = self._backbone_hidden(model, base, batch, context)
@@ -180,9 +188,9 @@ class LocalV15Family(Family):
         # Outside autocast upstream computes in the parameters' own dtype; accelerate made the hidden states float32.
         rows = base._global_hidden_to_local(rows).to(base.local_transformer.ln_f.weight.dtype)
         frame_labels = labels.reshape(-1, labels.shape[-1]).index_select(0, summary.positions)
-        problem = self.frame_loss(base, frame_labels, shares, _weights(batch["channelwise_loss_weight"], shares))
+        problem = self.frame_loss(base, frame_labels, shares, channel_weights(batch["channelwise_loss_weight"], shares))
         loss, _ = context.engine.loss(problem, rows, context.loss_scale())
-        context.expected_contributions = _expected_contributions(base, problem, context)
+        context.expected_contributions = expected_contributions(base, problem, context)
         return LossOutput(loss=loss)
 
     @staticmethod
@@ -193,7 +201,7 @@ class LocalV15Family(Family):
         if context.direct and torch.is_grad_enabled():
             codes = ids[..., 1:].masked_fill(ids[..., 1:] == base.config.audio_pad_token_id, IGNORE_INDEX)
             present = torch.cat([ids[..., :1], codes], dim=-1)
-            inputs = {"inputs_embeds": summed_embeddings(_tables(base), present, context.engine.store)}
+            inputs = {"inputs_embeds": summed_embeddings(embedding_tables(base), present, context.engine.store)}
         # Within its own forward the model must not be called: an engine's hooks would run a second time.
         run = base.forward if context.inside_forward else model
         output = run(**inputs, attention_mask=batch["attention_mask"], use_cache=False, return_dict=True)
@@ -224,7 +232,7 @@ class LocalV15Family(Family):
         kept = [index for index, share in enumerate(shares) if share is not None]
         factors = torch.tensor([shares[index] for index in kept], dtype=torch.float32, device=labels.device)
         return FrameLoss(
-            depth=Stage(functools.partial(_depth_output, model), (model.local_transformer,)),
+            depth=Stage(functools.partial(depth_output, model), (model.local_transformer,)),
             lookups=tuple(
                 Lookup(model.audio_embeddings[index], labels[:, index + 1], position=index + 1)
                 for index in range(codebooks - 1)
@@ -234,7 +242,7 @@ class LocalV15Family(Family):
                     name="text" if index == 0 else f"codebook {index - 1}",
                     position=max(index - 1, 0),
                     adapter=None,
-                    projection=_text_head(model) if index == 0 else model.audio_lm_heads[index - 1],
+                    projection=text_head(model) if index == 0 else model.audio_lm_heads[index - 1],
                     labels=labels[:, index],
                 )
                 for index in kept
@@ -338,91 +346,3 @@ class _EveryChannelHasLabels(TorchFunctionMode):
 
 
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-
-
-def _tables(model: Any) -> list[nn.Embedding]:
-    return [model.transformer.embed_tokens, *model.audio_embeddings]
-
-
-def _is_binary(model: Any) -> bool:
-    return model._use_binary_local_text_head() and getattr(model, "local_text_lm_head", None) is not None
-
-
-def _text_head(model: Any) -> nn.Module:
-    return model.local_text_lm_head if _is_binary(model) else model.text_lm_head
-
-
-def _is_idle(model: Any, problem: FrameLoss) -> bool:
-    """Whether the binary text head has no label in this micro-batch; nothing else trains it."""
-    return _is_binary(model) and not any(channel.projection is _text_head(model) for channel in problem.channels)
-
-
-def _depth_output(model: Any, inputs: torch.Tensor) -> torch.Tensor:
-    """Maps ``[frames, codebooks, hidden]`` to the same shape."""
-    return model.local_transformer(
-        input_ids=None, attention_mask=None, inputs_embeds=inputs, use_cache=False, return_dict=True
-    ).last_hidden_state
-
-
-def _learned_labels(model: Any, labels: torch.Tensor) -> torch.Tensor:
-    """Labels as the heads see them: a binary text head knows "one more frame" (0) and "the end" (1), nothing else.
-
-    Args:
-        labels: ``[batch, positions, channels]`` int64, text in channel 0.
-
-    Raises:
-        ValueError: as upstream does, on another number of channels.
-
-    Source: upstream ``sft.py``, ``compute_supervised_loss_from_hidden``.
-    """
-    if labels.shape[-1] != model.config.n_vq + 1:
-        raise ValueError(f"labels: {labels.shape[-1]} channels, expected {model.config.n_vq + 1} (text + codebooks).")
-    if not _is_binary(model):
-        return labels
-    text = labels[..., :1]
-    binary = torch.full_like(text, IGNORE_INDEX)
-    binary = binary.masked_fill(text == model.config.audio_assistant_slot_token_id, 0)
-    binary = binary.masked_fill(text == model.config.audio_end_token_id, 1)
-    return torch.cat([binary, labels[..., 1:]], dim=-1)
-
-
-def _shares(weights: Sequence[float] | None, channels: int, empty: Sequence[int]) -> list[float | None]:
-    """Each channel's weight over the sum of the weights of channels that have a label; None for the others.
-
-    Raises:
-        ValueError: as upstream does, on a wrong number of weights.
-        NumericsError: as upstream raises RuntimeError, where nothing is left to learn from.
-
-    Source: upstream ``sft.py``, ``compute_supervised_loss_from_hidden``.
-    """
-    given = [1.0] * channels if not weights else [float(weight) for weight in weights]
-    if len(given) != channels:
-        raise ValueError(f"channelwise_loss_weight: {len(given)} values, expected {channels} (text + codebooks).")
-    kept = [None if index in empty else weight for index, weight in enumerate(given)]
-    total = sum(weight for weight in kept if weight is not None)
-    if total <= 0:
-        raise NumericsError(
-            "loss: all labels of a micro-batch are ignored, or belong to channels of weight 0. Expected at least one "
-            "codebook or end-of-audio label; check the prepared records and --channelwise-loss-weight."
-        )
-    return [None if weight is None else weight / total for weight in kept]
-
-
-def _weights(weights: Sequence[float] | None, shares: Sequence[float | None]) -> list[float]:
-    """Each channel's weight as it was given, 0 where it has no label in the micro-batch."""
-    given = [1.0] * len(shares) if not weights else [float(weight) for weight in weights]
-    return [weight if share else 0.0 for weight, share in zip(given, shares)]
-
-
-def _expected_contributions(model: Any, problem: FrameLoss, context: TrainingContext) -> dict[nn.Parameter, int]:
-    """A tied tensor is one parameter: the backbone reads it, the depth model may, a head with labels multiplies it."""
-    expected: dict[nn.Parameter, int] = {}
-    if context.direct:
-        expected = dict(context.engine.expected_contributions(problem))
-        used = (*(table.weight for table in _tables(model)), *(channel.weight for channel in problem.channels))
-        for weight in used:
-            if weight.requires_grad:
-                expected[cast(nn.Parameter, weight)] = expected.get(cast(nn.Parameter, weight), 0) + 1
-    if _is_idle(model, problem):
-        expected.update(dict.fromkeys(model.local_text_lm_head.parameters(), 0))
-    return expected
