@@ -78,10 +78,8 @@ def longest_that_fits(
         return None
     at_shortest = {rung: found for rung, found in ((rung, at(rung, 0)) for rung in able) if found.fits}
     if not at_shortest:
-        # Says what is nearest, in the planner's own words.
-        choose_plan(
-            replace(subject, batch=shape_of(ordered[0])), limits, pinned, methods=methods, cache=cache, lengths=lengths
-        )
+        shortest = replace(subject, batch=shape_of(ordered[0]))
+        choose_plan(shortest, limits, pinned, methods=methods, cache=cache, lengths=lengths)  # says what is nearest
     reach = {
         rung: _meets_zero(ordered[0], _margin(found), ordered[last], _margin(at_longest[rung]))
         for rung, found in at_shortest.items()

@@ -153,7 +153,7 @@ def _pin(buffer: torch.Tensor) -> None:
 
 
 def lock_pages(address: int, size: int) -> bool:
-    """Registers memory with the CUDA driver; False where it refuses."""
+    """Registers ``size`` bytes at ``address`` with the CUDA driver; False where it refuses."""
     try:
         cudart = torch.cuda.cudart()
         if cudart.cudaHostRegister(address, size, 0) == cudart.cudaError.success:
@@ -167,5 +167,5 @@ def lock_pages(address: int, size: int) -> bool:
 
 
 def unlock_pages(address: int) -> None:
-    """Takes back what :func:`lock_pages` did."""
+    """Undoes :func:`lock_pages`."""
     torch.cuda.cudart().cudaHostUnregister(address)

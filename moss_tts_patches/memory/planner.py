@@ -125,7 +125,7 @@ def could_fit(tracer: Tracer, rung: Rung, limits: Limits) -> bool:
     """Whether what stands between steps leaves room; asks for no simulation."""
     if rung.method != "full":
         return _is_known(tracer, rung.method)
-    standing = tracer.standing()
+    standing = tracer.full_training()
     device = standing.weights - (standing.layer_weights if rung.weights == "host" else 0)
     device += standing.gradients if rung.gradients == "device" else 0
     # 8-bit states take 2.03 bytes an element, others at least that.

@@ -88,7 +88,7 @@ def print_plan(wanted: Wanted, ladder: FullLadder, limits: Limits, answers: Mapp
     else:
         console.print(f"[bold]choice: {chosen.figures.rung.name}[/]: {explain(assessed, chosen, limits)}")
         console.print("pin it: " + " ".join(f"{name}={value}" for name, value in _settings(chosen).items()))
-    for line in _answer_lines(answers):
+    for line in answer_lines(answers):
         console.print(line)
 
 
@@ -133,7 +133,7 @@ def _reference(assessed: list[Assessment]) -> float:
     return next(found.figures.flops for found in assessed if found.figures.rung.name == REFERENCE)
 
 
-def _answer_lines(answers: Mapping[str, Any]) -> list[str]:
+def answer_lines(answers: Mapping[str, Any]) -> list[str]:
     """What people ask, answered for this model."""
     lines = [
         f"FLOPs are relative to {REFERENCE}.",

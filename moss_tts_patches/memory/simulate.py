@@ -22,6 +22,7 @@ from ..optim import build_optimizer, build_store
 from ..runtime.checkpointing import checkpoint_layers, layer_parameters
 from ..runtime.parked import park_embedding
 from .few_chunks import FewChunksEngine
+from .flops import FlopCounter
 from .rungs import MicroBatch, Rung, UpstreamRung
 from .simulated_model import (
     allocate_gradients,
@@ -95,11 +96,7 @@ def simulate_rung(
             tracker.phase("backward")
         (loss.float() * 0.5).backward()
         store.end_micro_batch(context.expected_contributions)
-        counted = (counter.matmul_flops, counter.attention_flops)
-        tracker.phase("step")
-        if step:
-            optimizer.step()
-        counter.matmul_flops, counter.attention_flops = counted
+        _step_uncounted(optimizer.step if step else lambda: None, tracker, counter)
         return StepFigures.of(tracker, counter, Standing.of(family, model, optimizer))
 
 
@@ -153,10 +150,7 @@ def simulate_upstream(
         output = convert_to_fp32(output)
         tracker.phase("backward")
         (output.loss * 0.5).backward()
-        counted = (counter.matmul_flops, counter.attention_flops)
-        tracker.phase("step")
-        optimizer.step()
-        counter.matmul_flops, counter.attention_flops = counted
+        _step_uncounted(optimizer.step, tracker, counter)
         return StepFigures.of(tracker, counter)
 
 
@@ -185,6 +179,14 @@ def simulate_update(
         before = tracker.live_bytes
         stepper.step()
         return tracker.peak_bytes - before
+
+
+def _step_uncounted(step: Callable[[], Any], tracker: StorageTracker, counter: FlopCounter) -> None:
+    """Runs the optimizer step as a phase of its own; its FLOPs are not the micro-batch's."""
+    counted = (counter.matmul_flops, counter.attention_flops)
+    tracker.phase("step")
+    step()
+    counter.matmul_flops, counter.attention_flops = counted
 
 
 def _engine_options(rung: Rung) -> EngineOptions:

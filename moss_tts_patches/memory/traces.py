@@ -6,8 +6,6 @@ tests compare every one of them with the full simulation:
 * backbone layers are alike: bytes and FLOPs are linear in their number, phase by phase (2 and 4 layers are simulated);
 * chunks of frames are alike (:mod:`.few_chunks`);
 * where optimizer states stand, and whether idle weights are parked, only moves bytes that are known.
-
-A *trace* is a short simulation's figures as a flat dictionary of numbers, which can be added, scaled and kept.
 """
 
 from __future__ import annotations
@@ -19,24 +17,21 @@ from typing import Any
 import torch
 
 from ..families.family import Family
-from ..runtime.checkpointing import layer_parameters
 from .engine_needs import ModelParts, engine_figures
 from .figures import RungFigures
-from .footprint import CATEGORIES, Footprint
+from .footprint import Footprint
 from .methods import Shape, find_shape
+from .model_sizes import build_on_meta, measure_model, measure_parts
 from .plan_cache import PlanCache
 from .rungs import AnyRung, EngineRung, MicroBatch, Rung, UpstreamRung, describe
 from .simulate import simulate_rung, simulate_update, simulate_upstream
-from .step_figures import StepFigures
+from .trace import PHASES, Trace, added, difference, flatten, footprint_of, trained_dtype_name
 
 # The least that has a first, a last and a middle, and a step of two to measure the difference with.
 FEW_LAYERS, MORE_LAYERS = 2, 4
-PHASES = ("forward", "loss", "backward", "step")
 
 # Two pieces of optimizer states (2**24 elements each): a larger parameter is gone through piece by piece.
 MOST_ELEMENTS = 2**25
-
-Trace = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -63,7 +58,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Standing:
+class FullTraining:
     """What full training needs between steps: bytes, and elements of the trained parameters."""
 
     weights: float
@@ -89,17 +84,17 @@ class Tracer:
         self._simulated = simulated
         self._traces: dict[str, Trace] = {}
         self._content = _content(subject)
-        self._probed = self._remembered({"probe": "model"}, self._probe, counts=False)
-        self._layers = int(self._probed["layers"])
+        self._sizes = self._measured("model", measure_model)
+        self._layers = int(self._sizes["layers"])
 
     def has_depth(self) -> bool:
         """Whether there is a depth model, without which ``fused`` is ``staged``."""
-        return bool(self._probed["depth"])
+        return bool(self._sizes["depth"])
 
-    def standing(self) -> Standing:
+    def full_training(self) -> FullTraining:
         """What full training needs between steps, without a simulation."""
-        names = (field.name for field in fields(Standing))
-        return Standing(**{name: self._probed[name] for name in names})
+        names = (field.name for field in fields(FullTraining))
+        return FullTraining(**{name: self._sizes[name] for name in names})
 
     def parts(self, rung: Rung | UpstreamRung, *, parks: bool) -> ModelParts:
         """Numbers of weights, for engines that split them.
@@ -108,7 +103,7 @@ class Tracer:
             rung: whose method says what is trained.
             parks: an embedding that training never reads stays in host memory.
         """
-        shape = self._remembered({"probe": "parts"}, self._probe_parts, counts=False)
+        shape = self._measured("parts", measure_parts)
         if isinstance(rung, UpstreamRung) or rung.method == "full":
             added, trained = 0.0, shape["total"] - shape["unread"]
         else:
@@ -119,13 +114,13 @@ class Tracer:
     def working(self, rung: Rung | UpstreamRung) -> float:
         """Bytes that forward and backward take beside weights, gradients and states."""
         trace = self._whole(rung if isinstance(rung, UpstreamRung) else _base(rung))
-        peaks = [_footprint(trace, phase, "peak").device_bytes for phase in ("forward", "backward")]
-        return max(peaks) - _footprint(trace, "forward", "start").device_bytes
+        peaks = [footprint_of(trace, phase, "peak").device_bytes for phase in ("forward", "backward")]
+        return max(peaks) - footprint_of(trace, "forward", "start").device_bytes
 
     def gradient_bytes(self, rung: Rung | UpstreamRung) -> float:
         """Of all trained weights, in their own dtype."""
         trace = self._whole(rung if isinstance(rung, UpstreamRung) else _base(rung))
-        return _footprint(trace, "forward", "start").gradients
+        return footprint_of(trace, "forward", "start").gradients
 
     def at(self, batch: MicroBatch) -> Tracer:
         """A tracer for the same model and another micro-batch."""
@@ -153,7 +148,7 @@ class Tracer:
             stored, plain = replace(base, schedule="staged"), replace(base, checkpointing=True)
             trace = self._trace(plain, FEW_LAYERS)
             common = self._trace(replace(stored, checkpointing=True), FEW_LAYERS)
-            trace = _sum(trace, _difference(self._whole(stored), common))
+            trace = added(trace, difference(self._whole(stored), common))
         return self._placed(rung, trace)
 
     def _whole(self, rung: Rung | UpstreamRung) -> Trace:
@@ -168,9 +163,9 @@ class Tracer:
 
     def _placed(self, rung: Rung, trace: Trace) -> RungFigures:
         """Moves states, gradients and idle weights to where the rung keeps them."""
-        peaks = {phase: _footprint(trace, phase, "peak") for phase in PHASES if f"{phase}.peak.weights" in trace}
+        peaks = {phase: footprint_of(trace, phase, "peak") for phase in PHASES if f"{phase}.peak.weights" in trace}
         update = self._update(rung, trace)
-        start = _footprint(trace, "step", "start")
+        start = footprint_of(trace, "step", "start")
         peaks["step"] = replace(start, largest_temporary=start.largest_temporary + update)
         host = trace["host_bytes"] - trace["standing.host_states"]
         if rung.gradients == "host":
@@ -203,7 +198,7 @@ class Tracer:
         """Temporaries of the optimizer step: those of the largest parameter, with all gradients still there."""
         sizes = (trace["standing.largest_trained"], trace["standing.after_largest"])
         most = (min(int(sizes[0]), MOST_ELEMENTS), min(int(sizes[1]), MOST_ELEMENTS))
-        dtype = _dtype_name(trace)
+        dtype = trained_dtype_name(trace)
         request = {
             "update": [rung.optimizer, rung.gradients, rung.states, rung.host_gradient_dtype],
             "elements": most,
@@ -220,7 +215,7 @@ class Tracer:
 
     def _upstream_figures(self, rung: UpstreamRung) -> RungFigures:
         trace = self._whole(rung)
-        peaks = {phase: _footprint(trace, phase, "peak") for phase in PHASES if f"{phase}.peak.weights" in trace}
+        peaks = {phase: footprint_of(trace, phase, "peak") for phase in PHASES if f"{phase}.peak.weights" in trace}
         phase = max(peaks, key=lambda name: peaks[name].device_bytes)
         return RungFigures(
             rung=rung,
@@ -245,51 +240,19 @@ class Tracer:
         arguments = (subject.family, subject.model_class, subject.config, subject.batch)
         if isinstance(rung, Rung):
             shape_model = None if shape is None else shape.shape_model
-            return _flat(simulate_rung(*arguments, rung, shape_model, layers=layers, step=False, every_chunk=False))
-        return _flat(simulate_upstream(*arguments, checkpointing=rung.checkpointing, layers=layers, **subject.upstream))
+            return flatten(simulate_rung(*arguments, rung, shape_model, layers=layers, step=False, every_chunk=False))
+        return flatten(
+            simulate_upstream(*arguments, checkpointing=rung.checkpointing, layers=layers, **subject.upstream)
+        )
 
-    def _probe(self) -> Trace:
+    def _measured(self, name: str, measure: Callable[[Family, Any], Trace]) -> Trace:
         """Looks at the whole model."""
-        family, model = self.subject.family, self._meta_model()
-        backbone: Any = family.backbone(model)
-        unread = {getattr(parent, name).weight for parent, name in family.unread_embeddings(model)}
-        trained = [parameter for parameter in model.parameters() if parameter not in unread]
-        layers = list(layer_parameters(backbone))
-        size = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        return {
-            "layers": len(backbone.layers),
-            "depth": family.depth_model(model) is not None,
-            "weights": size,
-            "gradients": size,
-            "elements": sum(parameter.numel() for parameter in trained),
-            "layer_weights": sum(parameter.numel() * parameter.element_size() for parameter in layers),
-        }
+        subject = self.subject
 
-    def _probe_parts(self) -> Trace:
-        """Numbers of weights, as FSDP and ZeRO-3 see them."""
-        family, model = self.subject.family, self._meta_model()
-        backbone: Any = family.backbone(model)
-        wrapped = {type(layer) for layer in backbone.layers}
-        units = [module for module in model.modules() if type(module) in wrapped]
-        inside = {parameter for unit in units for parameter in unit.parameters()}
-        every = list(model.parameters())
-        return {
-            "total": sum(parameter.numel() for parameter in every),
-            "unread": sum(getattr(parent, name).weight.numel() for parent, name in family.unread_embeddings(model)),
-            "unit": max(sum(parameter.numel() for parameter in unit.parameters()) for unit in units),
-            "root": sum(parameter.numel() for parameter in every if parameter not in inside),
-            "largest": max(parameter.numel() for parameter in every),
-        }
+        def look() -> Trace:
+            return measure(subject.family, build_on_meta(subject.model_class, subject.config))
 
-    def _meta_model(self) -> Any:
-        """The whole model in bfloat16; on the meta device it takes no memory."""
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with torch.device("meta"), torch.random.fork_rng(devices=[]):
-                return self.subject.model_class(self.subject.config)
-        finally:
-            torch.set_default_dtype(before)
+        return self._remembered({"probe": name}, look, counts=False)
 
     def _remembered(self, request: Mapping[str, Any], simulate: Callable[[], Trace], *, counts: bool = True) -> Trace:
         key = PlanCache.key({**self._content, **request})
@@ -318,39 +281,3 @@ def _content(subject: Subject) -> dict[str, Any]:
         "config": config.to_dict() if hasattr(config, "to_dict") else repr(config),
         "batch": asdict(subject.batch),
     }
-
-
-def _flat(figures: StepFigures) -> Trace:
-    trace: Trace = {
-        "host_bytes": figures.host_bytes,
-        "matmul_flops": figures.matmul_flops,
-        "attention_flops": figures.attention_flops,
-    }
-    for name, phase in figures.phases.items():
-        for moment, footprint in (("start", phase.start), ("peak", phase.peak)):
-            trace.update({f"{name}.{moment}.{category}": value for category, value in asdict(footprint).items()})
-    for name, value in asdict(figures.standing).items():
-        trace[f"standing.{name}"] = value if name != "trained_dtype" else getattr(torch, value).itemsize
-    return trace
-
-
-def _dtype_name(trace: Trace) -> str:
-    """Of trained parameters: their size tells the two that an optimizer takes apart."""
-    return "bfloat16" if trace["standing.trained_dtype"] == 2 else "float32"
-
-
-def _footprint(trace: Trace, phase: str, moment: str) -> Footprint:
-    return Footprint(**{category: trace[f"{phase}.{moment}.{category}"] for category in CATEGORIES})
-
-
-def _sum(left: Trace, right: Trace) -> Trace:
-    return {name: value + right.get(name, 0) for name, value in left.items()}
-
-
-def _difference(left: Trace, right: Trace) -> Trace:
-    """What ``left`` has more; within a phase the loss's peak moves with what was there when it began."""
-    moved = {name: left[name] - right[name] for name in left}
-    for category in CATEGORIES:
-        if f"loss.peak.{category}" in moved:
-            moved[f"loss.peak.{category}"] = moved[f"loss.start.{category}"]
-    return moved

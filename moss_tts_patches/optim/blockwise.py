@@ -49,8 +49,14 @@ def _boundaries(intervals: int) -> list[float]:
 
 
 @functools.cache
-def _dynamic_values(signed: bool) -> tuple[float, ...]:
-    """Plain numbers, so that the table can be made under ``FakeTensorMode`` as well."""
+def dynamic_map(signed: bool) -> tuple[float, ...]:
+    """Returns the 256 representable quotients, ascending: -0.993 to 1 with a zero in the middle, or 0 to 1.
+
+    Plain numbers, each exact in float32, so that the tables can be made under ``FakeTensorMode`` as well.
+
+    Args:
+        signed: for the first moment; the second moment has no sign and spends that bit on its fraction.
+    """
     values = [0.0, 1.0]
     for decade in range(_DECADES):
         # One more exponent bit is one fraction bit less; without a sign there is one bit more.
@@ -61,18 +67,6 @@ def _dynamic_values(signed: bool) -> tuple[float, ...]:
         if signed:
             values += [-mean for mean in means]
     return tuple(sorted(values))
-
-
-def dynamic_map(signed: bool) -> torch.Tensor:
-    """Returns the 256 representable quotients, ascending.
-
-    Args:
-        signed: for the first moment; the second moment has no sign and spends that bit on its fraction.
-
-    Returns:
-        ``[256]`` float32; -0.993 to 1 with a zero in the middle, or 0 to 1.
-    """
-    return torch.tensor(_dynamic_values(signed), dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -100,7 +94,7 @@ class CodeTables:
         of 127 lr; beside one of 1, 12,700 lr. The nearest rounding in bitsandbytes 0.50.2 steps by just as much.
         Rounding *up* makes v too large and the step too small there, which is harmless.
         """
-        signed, unsigned = _dynamic_values(True), _dynamic_values(False)
+        signed, unsigned = dynamic_map(True), dynamic_map(False)
         unsigned_limits = _midpoints(unsigned)
         if keep_positive:
             unsigned_limits[0] = 0.0  # a code is the number of limits below the value, so v > 0 has at least code 1
