@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .. import __version__
-from .report import GIB, StepClock, describe_module, describe_parameters, peak_memory
+from ..units import GIB
+from .report import StepClock, describe_module, describe_parameters, peak_memory
 
 if TYPE_CHECKING:
     from ..session import Session
