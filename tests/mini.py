@@ -6,6 +6,7 @@ upstream checkout's ``moss_tts_local``.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,16 @@ def make_mini_inputs(folder: Path, **options: Any) -> Path:
     """Makes a checkpoint and ``train.jsonl`` in ``folder``; options as of ``make_demo_data``, tiny by default."""
     make_demo_data(folder, **options)
     return folder
+
+
+def inputs_made_once(root: Path, **options: Any) -> Callable[[str], Path]:
+    """Returns a function that makes a family's inputs below ``root`` when it is first asked for them.
+
+    The folder's name is the key of transformers' cache of a checkpoint's code, and may have no dot.
+    """
+    return functools.cache(
+        lambda family: make_mini_inputs(root / f"{family.replace('.', '_')}_tiny", family=family, **options)
+    )
 
 
 def clean_environment(**variables: str) -> dict[str, str]:

@@ -23,6 +23,14 @@ LAYER = {"MOSS_LOWMEM": "1", "AUTOWRAPT_BOOTSTRAP": "moss_tts_patches"}
 EXACT = {**LAYER, "MOSS_LOWMEM_OPTIMIZER": "adamw", "MOSS_LOWMEM_CORRECTIONS": "none", "MOSS_LOWMEM_CHUNK_FRAMES": "7"}
 
 
+def layer(*settings: Mapping[str, str], **named: str) -> tuple[tuple[str, str], ...]:
+    """A run's variables, later ones winning, in a form that a cache can have for its key."""
+    merged: dict[str, str] = {}
+    for one in settings:
+        merged |= one
+    return tuple(sorted({**merged, **named}.items()))
+
+
 @dataclass(frozen=True)
 class Job:
     """A finished training: exit status and output of every rank, and where it saved."""

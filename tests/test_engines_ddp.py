@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from mini import FAMILIES, MINI, clean_environment, command_line, make_mini_inputs
-from ranks import EXACT, LAYER, RankServer
+from ranks import EXACT, LAYER, RankServer, layer
 from safetensors.torch import load_file
 from test_training_runs import assert_same_weights, weight_differences
 from tolerances import TOLERANCES
@@ -60,14 +60,6 @@ def run(server, inputs, tmp_path_factory):
         )
 
     return training
-
-
-def layer(*settings, **named):
-    """A hashable environment."""
-    merged = {}
-    for one in settings:
-        merged |= one
-    return tuple(sorted({**merged, **named}.items()))
 
 
 # -- equality ---------------------------------------------------------------------------------------------------------

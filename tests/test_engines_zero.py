@@ -14,7 +14,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 from mini import FAMILIES, MINI, command_line, make_mini_inputs
-from ranks import EXACT, LAYER, RankServer
+from ranks import EXACT, LAYER, RankServer, layer
 from test_training_runs import assert_same_weights
 from tolerances import TOLERANCES
 from torch import nn
@@ -84,13 +84,6 @@ def run(server, tmp_path_factory):
         )
 
     return training
-
-
-def layer(*settings):
-    merged = {}
-    for one in settings:
-        merged |= one
-    return tuple(sorted(merged.items()))
 
 
 @needs_deepspeed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mini import FAMILIES, MiniServer, make_mini_inputs, run_mini
+from mini import FAMILIES, MiniServer, inputs_made_once, run_mini
 from mini_moss_tts.demo_models import family_classes
 from safetensors.torch import load_file
 from small_models import SCHEDULES
@@ -40,8 +40,7 @@ def server():
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """Each family's checkpoint and data; the folder's name is the key of transformers' cache of code."""
-    root = tmp_path_factory.mktemp("inputs")
-    return functools.cache(lambda family: make_mini_inputs(root / f"{family.replace('.', '_')}_tiny", family=family))
+    return inputs_made_once(tmp_path_factory.mktemp("inputs"))
 
 
 def exact_options(family):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from mini import FAMILIES, MiniServer, command_line, make_mini_inputs
+from mini import FAMILIES, MiniServer, command_line, inputs_made_once
 from poisoned import poisoned_trainer
 from ranks import RankServer
 from test_resume import HOST, LORA, SAVE_ALL, assert_same_bits, saved_tensors
@@ -37,15 +36,7 @@ def trainer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    made: dict[str, Path] = {}
-
-    def of(family: str) -> Path:
-        if family not in made:
-            folder = tmp_path_factory.mktemp("inputs") / family
-            made[family] = make_mini_inputs(folder, records=10, frames=(8, 12), family=family)
-        return made[family]
-
-    return of
+    return inputs_made_once(tmp_path_factory.mktemp("inputs"), records=10, frames=(8, 12))
 
 
 @pytest.fixture(scope="module")

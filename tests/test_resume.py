@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from mini import FAMILIES, MiniServer, make_mini_inputs
+from mini import FAMILIES, MiniServer, inputs_made_once, make_mini_inputs
 from safetensors.torch import load_file
 from test_training_runs import ON, changed_trainer
 
@@ -71,15 +71,7 @@ def server():
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """A function that makes a family's inputs once."""
-    made: dict[str, Path] = {}
-
-    def of(family: str) -> Path:
-        if family not in made:
-            folder = tmp_path_factory.mktemp("inputs") / family
-            made[family] = make_mini_inputs(folder, records=10, frames=(8, 12), family=family)
-        return made[family]
-
-    return of
+    return inputs_made_once(tmp_path_factory.mktemp("inputs"), records=10, frames=(8, 12))
 
 
 @pytest.fixture(scope="module")

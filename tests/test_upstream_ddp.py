@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from mini import FAMILIES
-from ranks import EXACT, LAYER, RankServer
+from ranks import EXACT, LAYER, RankServer, layer
 from test_training_runs import assert_same_weights
 from tolerances import TOLERANCES
 
@@ -63,13 +63,6 @@ def write_shards(data, sizes):
         path = folder / f"train.rank{rank:05d}-of-{len(sizes):05d}.jsonl"
         path.write_text("".join(lines[:size]), encoding="utf-8")
     return folder
-
-
-def layer(*settings, **named):
-    merged = {}
-    for one in settings:
-        merged |= one
-    return tuple(sorted({**merged, **named}.items()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -189,6 +189,6 @@ class Origin:
         if differing(values["arguments"], arguments, LEARNING):
             move_schedule(objects.scheduler, objects.optimizer, values["scheduler"], objects.own_groups)
         else:
-            restore_schedule(objects.scheduler, objects.optimizer, values["scheduler"])
+            restore_schedule(objects.scheduler, values["scheduler"])
         if objects.scaler is not None and values["scaler"] is not None:
             objects.scaler.load_state_dict(values["scaler"])

@@ -10,7 +10,7 @@ def scheduler_values(scheduler: Any) -> dict[str, Any] | None:
     return None if scheduler is None else scheduler.state_dict()
 
 
-def restore_schedule(scheduler: Any, optimizer: Any, saved: dict[str, Any] | None) -> None:
+def restore_schedule(scheduler: Any, saved: dict[str, Any] | None) -> None:
     """Goes on exactly where the saved run stood; the optimizer's own rate is part of its state."""
     if scheduler is not None and saved is not None:
         scheduler.load_state_dict(saved)
@@ -29,7 +29,7 @@ def move_schedule(scheduler: Any, optimizer: Any, saved: dict[str, Any] | None, 
     """
     rates = getattr(scheduler, "lr_lambdas", None)
     if scheduler is None or saved is None or rates is None:
-        restore_schedule(scheduler, optimizer, saved)
+        restore_schedule(scheduler, saved)
         return
     scheduler.last_epoch, scheduler._step_count = saved["last_epoch"], saved["_step_count"]
     for group, own, base, rate in zip(optimizer.param_groups, groups, scheduler.base_lrs, rates):
