@@ -36,7 +36,7 @@ from .runtime.report import StepClock, log
 from .runtime.resume.run import ResumableRun
 from .runtime.resume.writer import ResumeOptions
 from .runtime.run_report import describe_run, end_line, start_lines
-from .runtime.saving import finish_interrupted_saves
+from .runtime.saving import finish_interrupted_saves, written_once
 from .runtime.stores import Stores
 from .runtime.training_data import TrainingData, steps_of_training
 from .runtime.training_loop import TrainingLoop
@@ -218,6 +218,9 @@ class Session:
             self._adapter_checkpoints = AdapterCheckpoints(self.adapters, model, self.parallel, self.clock)
             save = self._adapter_checkpoints.save_pretrained
             self.ledger.apply(model, "save_pretrained", save, "an adapter instead of the whole model")
+        else:
+            once = written_once(model.save_pretrained)
+            self.ledger.apply(model, "save_pretrained", once, "weights are written by the main process alone")
         if self.decisions.checkpoints_layers:
             self.enable_checkpointing()
         self.stores = make_stores(self)

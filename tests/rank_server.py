@@ -21,6 +21,7 @@ import mini_server
 import torch
 from accelerate.state import DistributedType, PartialState
 from torch.nn.parallel import DistributedDataParallel
+from transformers import modeling_utils
 
 SECONDS_TO_END = 5.0  # for a rank whose job has failed
 wrapped: list[DistributedDataParallel] = []
@@ -34,6 +35,17 @@ def remember_wrapped_models() -> None:
         wrapped.append(self)
 
     DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
+
+
+def say_who_writes(rank: int) -> None:
+    """Each file of weights that transformers writes is a line of the rank's output."""
+    original = modeling_utils.safe_save_file
+
+    def save_file(tensors: Any, filename: str, *args: Any, **options: Any) -> Any:
+        print(f"rank={rank} writes={os.path.basename(filename)}", flush=True)
+        return original(tensors, filename, *args, **options)
+
+    modeling_utils.safe_save_file = save_file
 
 
 def let_accelerate_see_ranks() -> None:
@@ -63,6 +75,7 @@ def train_rank(request: dict[str, Any], rank: int, port: int) -> None:
     else:
         environment["ACCELERATE_USE_CPU"] = "true"
     remember_wrapped_models()
+    say_who_writes(rank)
     mini_server.train({**request, "environment": environment, "log": f"{request['log']}.rank{rank}"})
     for model in wrapped:
         print(f"rank={rank} weights={digest(model.module)}", flush=True)

@@ -53,6 +53,11 @@ class Job:
         """Of the weights at the end, one a rank."""
         return [re.findall(r"^rank=\d+ weights=(\w+)$", output, re.MULTILINE)[-1] for output in self.outputs]
 
+    @property
+    def writers(self) -> set[str]:
+        """Ranks that wrote a file of weights through transformers."""
+        return set(re.findall(r"^rank=(\d+) writes=", "\n".join(self.outputs), re.MULTILINE))
+
     def checkpoint(self) -> Path:
         last = self.folder / "checkpoint-last"
         return last if last.exists() else self.folder / "checkpoint-epoch-0"

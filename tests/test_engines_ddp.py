@@ -279,3 +279,10 @@ def test_saved_adapters_of_two_processes_are_whole(run):
     assert folders == ["checkpoint-epoch-0", "checkpoint-epoch-1", "checkpoint-epoch-2"]
     adapters = load_file(done.folder / folders[-1] / "adapter_model.safetensors")
     assert adapters and all(tensor.abs().sum() > 0 for tensor in adapters.values())
+
+
+def test_weights_are_written_by_one_process(run):
+    """The control is the trainer without the layer: both processes write the same file."""
+    options = ("--num-epochs", "2", "--warmup-ratio", "0", "--adam-eps", "1e-6")
+    plain, ours = run(FAMILIES[0], options=options), run(FAMILIES[0], options=options, layer=layer(EXACT))
+    assert (plain.writers, ours.writers) == ({"0", "1"}, {"0"})

@@ -132,6 +132,24 @@ def saving_whole(
     return save_checkpoint
 
 
+def written_once(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a model's ``save_pretrained`` so that the main process alone writes the weights.
+
+    Source: transformers 5.0 ``modeling_utils.py``, ``PreTrainedModel.save_pretrained``: ``is_main_process`` decides who
+    writes the config, while every process writes the weights that it was given, into one file. Under ZeRO-3, where
+    accelerate gathers them on the main process alone, the others have empty ones, and the last to write wins.
+
+    Args:
+        save_pretrained: of a model; gets ``is_main_process`` by name or as its second argument, as in transformers.
+    """
+
+    @functools.wraps(save_pretrained)
+    def save(save_directory: Any, is_main_process: bool = True, *args: Any, **options: Any) -> Any:
+        return save_pretrained(save_directory, True, *args, **options) if is_main_process else None
+
+    return save
+
+
 @contextmanager
 def _folder_of_all(destination: Path, accelerator: Any, say: Callable[[str], None]) -> Iterator[Path]:
     """:func:`whole_folder` of the main process; the others are told its name once what was left behind is cleared."""
@@ -143,7 +161,7 @@ def _folder_of_all(destination: Path, accelerator: Any, say: Callable[[str], Non
     folder = Path(os.path.realpath(destination)).with_name(_name_of_main_process(accelerator, ""))
     yield folder
     if accelerator.is_local_main_process:
-        # transformers makes the folder in every process; on a machine that does not share the disk it stays empty.
+        # A trainer may make the folder in every process; on a machine that does not share the disk it stays empty.
         with suppress(OSError):
             folder.rmdir()
 
