@@ -281,6 +281,7 @@ class Session:
         # Only now: on a GPU the weights have just left the host memory that is asked for here.
         self.stores.gradients.attach((name, parameter) for parameter, name in self.optimizer.names.items())
         with self.watch.guard.phase("optimizer state creation"):
+            self.parallel.check_host_room(self.stores.sizes.states if self.stores.placement.states == "host" else 0)
             self.optimizer.reserve_states()
         parkable = list(layer_parameters(self.family.backbone(self.model))) if self.stores.can_park else []
         self.watch.model_ready(self.model, self.accelerator.device, self.stores, self.optimizer, parkable)

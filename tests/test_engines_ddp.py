@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,6 +17,11 @@ from ranks import EXACT, LAYER, RankServer, layer
 from safetensors.torch import load_file
 from test_training_runs import assert_same_weights, weight_differences
 from tolerances import TOLERANCES
+
+from moss_tts_patches.engines.data_parallel import DataParallel
+from moss_tts_patches.errors import EnvironmentProblem
+from moss_tts_patches.memory import placement
+from moss_tts_patches.units import GIB
 
 SCRIPT = "{}/finetuning/sft.py"
 RATE_STEPS = {"MOSS_LOWMEM_CORRECTIONS": "learning_rate_steps"}
@@ -121,6 +127,19 @@ def test_gradients_in_host_memory_are_refused_with_advice(run):
     for output in done.outputs:
         assert "MOSS_LOWMEM_GRADIENTS=host: DDP keeps buckets of the gradients' size on every GPU" in output
         assert "Traceback" not in output
+
+
+def test_optimizer_states_in_host_memory_have_to_fit_all_processes_of_the_machine(monkeypatch):
+    """Four on two machines: two of them share the memory of each; nobody has taken any before all have looked."""
+    met = []
+    accelerator = SimpleNamespace(num_processes=4, ddp_handler=None, wait_for_everyone=lambda: met.append(True))
+    monkeypatch.setattr(placement, "available_host_bytes", lambda: 2 * GIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    DataParallel(accelerator).check_host_room(GIB)
+    assert len(met) == 2
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    with pytest.raises(EnvironmentProblem, match=r"4.00 GiB of RAM .* \(4 processes with 1.00 GiB each\)"):
+        DataParallel(accelerator).check_host_room(GIB)
 
 
 # -- the learning rate ------------------------------------------------------------------------------------------------

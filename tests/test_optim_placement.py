@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from moss_tts_patches.errors import EnvironmentProblem
 from moss_tts_patches.memory import placement
-from moss_tts_patches.memory.placement import available_host_bytes, empty_host, register_host_observer
+from moss_tts_patches.memory.placement import available_host_bytes, check_room, empty_host, register_host_observer
 
 
 def test_observers_are_told_until_they_are_removed():
@@ -35,6 +35,15 @@ def test_too_little_memory_is_an_error_with_both_figures(available, monkeypatch)
     message = str(caught.value)
     assert "3.00 GiB of RAM are needed" in message and f"{available / 2**30:.2f} GiB is available" in message
     assert "MOSS_LOWMEM_STATES=device" in message and "MOSS_LOWMEM_GRADIENTS=device" in message
+
+
+def test_the_processes_of_a_machine_share_its_memory(monkeypatch):
+    monkeypatch.setattr(placement, "available_host_bytes", lambda: 12 * 2**30)
+    check_room(3 * 2**30, processes=4)
+    with pytest.raises(
+        EnvironmentProblem, match=r"15.00 GiB .* \(5 processes with 3.00 GiB each\), 12.00 GiB is available"
+    ):
+        check_room(3 * 2**30, processes=5)
 
 
 def test_an_allocation_that_fails_is_the_same_error(monkeypatch):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, ClassVar
 
+from ..memory.placement import check_room
 from .engine import TrainingEngine
 
 
@@ -32,3 +34,9 @@ class DataParallel(TrainingEngine):
             # A gradient then is its place in a bucket instead of a copy of it: half the memory, the same numbers, where
             # every micro-batch ends in a step; those that accumulate before the exchange are tensors of their own.
             handler.gradient_as_bucket_view = True
+
+    def check_host_room(self, needed: int) -> None:
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", self.accelerator.num_processes))
+        self.accelerator.wait_for_everyone()  # what was freed on the way here counts
+        check_room(needed, processes)
+        self.accelerator.wait_for_everyone()  # and what others take does not

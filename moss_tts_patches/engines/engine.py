@@ -141,6 +141,13 @@ class TrainingEngine:
         """Whether ``optimizer`` follows the rule of the one that was handed over."""
         return optimizer is handed_over
 
+    def check_host_room(self, needed: int) -> None:
+        """Called by every process before it takes so many bytes of host memory, or none.
+
+        Raises:
+            EnvironmentProblem: all of a machine's processes together need more than it has.
+        """
+
     def before_prepare(self, backbone: nn.Module) -> None:
         """The model is complete, and ``accelerator.prepare`` comes next."""
 

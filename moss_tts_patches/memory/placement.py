@@ -65,7 +65,7 @@ def empty_host(numel: int, dtype: torch.dtype, *, pinned: bool | None = None) ->
     needed = numel * dtype.itemsize
     simulated = isinstance(torch.empty(0, device="cpu"), FakeTensor)
     if not simulated:
-        _check_room(needed)
+        check_room(needed)
     try:
         buffer = torch.empty(numel, dtype=dtype, device="cpu")
     except (RuntimeError, MemoryError) as error:
@@ -121,17 +121,27 @@ def _read_lines(path: str) -> list[str]:
         return []
 
 
-def _check_room(needed: int) -> None:
+def check_room(needed: int, processes: int = 1) -> None:
+    """Compares what is about to be taken with what is there.
+
+    Args:
+        needed: bytes, of each process.
+        processes: how many of this machine take as much at the same time.
+
+    Raises:
+        EnvironmentProblem: the machine does not have that much memory available.
+    """
     available = available_host_bytes()
-    if available is not None and needed > available:
-        raise _shortage(needed, available)
+    if available is not None and needed * processes > available:
+        raise _shortage(needed, available, processes)
 
 
-def _shortage(needed: int, available: int | None) -> EnvironmentProblem:
+def _shortage(needed: int, available: int | None, processes: int = 1) -> EnvironmentProblem:
     found = "an unknown amount" if available is None else f"{available / GIB:.2f} GiB"
+    each = f" ({processes} processes with {needed / GIB:.2f} GiB each)" if processes > 1 else ""
     return EnvironmentProblem(
-        f"host memory: {needed / GIB:.2f} GiB of RAM are needed for gradients or optimizer states, {found} is "
-        "available. Close other programs, or keep more on the GPU: MOSS_LOWMEM_STATES=device or "
+        f"host memory: {needed * processes / GIB:.2f} GiB of RAM are needed for gradients or optimizer states{each}, "
+        f"{found} is available. Close other programs, or keep more on the GPU: MOSS_LOWMEM_STATES=device or "
         "MOSS_LOWMEM_GRADIENTS=device."
     )
 
