@@ -14,7 +14,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,15 @@ def inputs_made_once(root: Path, **options: Any) -> Callable[[str], Path]:
     return functools.cache(
         lambda family: make_mini_inputs(root / f"{family.replace('.', '_')}_tiny", family=family, **options)
     )
+
+
+def write_shards(folder: Path, shards: Sequence[Sequence[str]]) -> Path:
+    """Writes a file for each rank with its lines, named as upstream's prepare_data.py does; returns ``folder``."""
+    folder.mkdir(exist_ok=True)
+    for rank, lines in enumerate(shards):
+        path = folder / f"train.rank{rank:05d}-of-{len(shards):05d}.jsonl"
+        path.write_text("".join(lines), encoding="utf-8")
+    return folder
 
 
 def clean_environment(**variables: str) -> dict[str, str]:

@@ -24,6 +24,7 @@ import mini
 import pytest
 import torch
 from tolerances import TOLERANCES
+from upstream_runs import make_tiny
 
 from moss_tts_patches.families import FAMILIES
 
@@ -235,9 +236,8 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         pytest.skip("needs MOSS_TTS_REPO, the folder of a MOSS-TTS checkout")
     family, upstream = request.param, Path(os.environ["MOSS_TTS_REPO"]).resolve()
     folder = tmp_path_factory.mktemp("parity")
-    make = [sys.executable, str(Path(__file__).with_name("make_tiny.py")), str(upstream), family]
     # Delay's own choice of 151,936 tokens is for generating, which the miniature does not do.
-    subprocess.run([*make, str(folder / "checkpoint"), "--vocab-size", "640"], check=True, capture_output=True)
+    make_tiny(upstream, family, folder / "checkpoint", "--vocab-size", "640")
     results = []
     for name, root in (("miniature", mini.MINI), ("upstream", upstream)):
         checkpoint = with_code(folder / "checkpoint", root, folder / f"{name}_checkpoint", TRAINERS[family])

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from launcher import BIN
 from mini import clean_environment, make_mini_inputs, run_mini
 from test_training_runs import EXACT
 from tolerances import TOLERANCES
+from upstream_runs import make_tiny
 
 from moss_tts_patches.runtime.plan import longest_micro_batch
 from moss_tts_patches.settings import load_settings
@@ -72,9 +71,7 @@ def test_nothing_fits_stops_before_the_model_loads(inputs, cache, tmp_path):
 @pytest.mark.upstream
 def test_the_command_plans_for_a_checkpoint_and_its_data(upstream_repo, torchaudio_stub, cache, tmp_path):
     """Issue 6: the shape of ``--json``, with upstream's two rungs always in it."""
-    base = tmp_path / "tiny_local"
-    script = Path(__file__).with_name("make_tiny.py")
-    subprocess.run([sys.executable, script, upstream_repo, "moss_tts_local", base], check=True, capture_output=True)
+    base = make_tiny(upstream_repo, "moss_tts_local", tmp_path / "tiny_local")
     command = [str(BIN / "moss-lowmem"), "plan", str(base), "--train-jsonl", str(base / "train.jsonl")]
     environment = clean_environment(PYTHONPATH=str(torchaudio_stub), MOSS_TTS_REPO=str(upstream_repo), **cache)
     done = subprocess.run(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
 import pytest
-from mini import MINI, command_line, make_mini_inputs
+from mini import MINI, command_line, make_mini_inputs, write_shards
 from ranks import LAYER, RankServer
 
 from moss_tts_patches.runtime.progress import LOG_NAME, read_log
@@ -28,7 +29,7 @@ def run(tmp_path_factory):
                 make_mini_inputs(inputs, records=24, frames=(6, 10), family=family)
             shards = inputs / "-".join(map(str, sizes))
             if not shards.exists():
-                write_shards(inputs, shards, sizes)
+                write_shards(shards, divide(inputs, sizes))
             arguments = (*ARGUMENTS, "--train-jsonl", str(shards), *arguments)
             return server.run(
                 f"{family}/finetuning/sft.py",
@@ -42,13 +43,10 @@ def run(tmp_path_factory):
         yield train
 
 
-def write_shards(inputs, folder, sizes):
-    lines = (inputs / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    folder.mkdir()
-    for rank, size in enumerate(sizes):
-        first = sum(sizes[:rank])
-        text = "".join(lines[first : first + size])
-        (folder / f"train.rank{rank:05d}-of-{len(sizes):05d}.jsonl").write_text(text, encoding="utf-8")
+def divide(inputs, sizes):
+    """Consecutive records of the training file, so many for each rank."""
+    lines = iter((inputs / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True))
+    return [list(itertools.islice(lines, size)) for size in sizes]
 
 
 def steps_of_epochs(job):

@@ -17,7 +17,7 @@ from mini import read_steps
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tolerances import TOLERANCES
-from upstream_runs import SECONDS_ALLOWED, upstream_variables
+from upstream_runs import layer_variables, make_tiny, run_script, upstream_variables
 
 pytestmark = pytest.mark.upstream
 
@@ -161,19 +161,9 @@ class Trained:
 @pytest.fixture(scope="module")
 def base_of(upstream_repo, torchaudio_stub, tmp_path_factory):
     """Makes a family's tiny checkpoint and data, once."""
-    made: dict[str, Path] = {}
-
-    def make(family: str) -> Path:
-        if family not in made:
-            # v1.5's code is cached by the folder's name.
-            made[family] = tmp_path_factory.mktemp("base") / family.replace(".", "_")
-            script = Path(__file__).with_name("make_tiny.py")
-            subprocess.run(
-                [sys.executable, script, upstream_repo, family, made[family]], check=True, capture_output=True
-            )
-        return made[family]
-
-    return make
+    root = tmp_path_factory.mktemp("base")
+    # v1.5's code is cached by the folder's name.
+    return lambda family: make_tiny(upstream_repo, family, root / family.replace(".", "_"))
 
 
 @pytest.fixture(scope="module")
@@ -186,26 +176,11 @@ def train(upstream_repo, base_of, tmp_path_factory):
     def run(family: str, arguments: str = ARGUMENTS, **layer: str) -> Trained:
         folder = tmp_path_factory.mktemp("run")
         base = base_of(family)
-        environment = {
-            **upstream_variables(stub, tmp_path_factory.mktemp("hf_modules")),
-            "MODEL_PATH": str(base),
-            "TRAIN_JSONL": str(base / "train.jsonl"),
-            "OUTPUT_DIR": str(folder / "output"),
-            "REPORT_FOLDER": str(folder),
-            "SKIP_PREPARE": "1",
-            "TRAIN_EXTRA_ARGS_STR": arguments,
-        }
-        training = environment | {
-            "MOSS_LOWMEM": "1",
-            "MOSS_LOWMEM_FAMILY": family,
-            "MOSS_TTS_REPO": str(upstream_repo),
-            **{f"MOSS_LOWMEM_{name.upper()}": value for name, value in layer.items()},
-        }
-        done = subprocess.run(
-            ["bash", LAUNCHER], cwd=upstream_repo, env=training, capture_output=True, text=True, timeout=SECONDS_ALLOWED
-        )
-        output = done.stdout + done.stderr
-        assert done.returncode == 0, output[-4000:]
+        environment = upstream_variables(stub, tmp_path_factory.mktemp("hf_modules")) | {"REPORT_FOLDER": str(folder)}
+        training = environment | layer_variables(upstream_repo, family)
+        training |= {f"MOSS_LOWMEM_{name.upper()}": value for name, value in layer.items()}
+        status, output = run_script(LAUNCHER, upstream_repo, base, folder / "output", arguments, training)
+        assert status == 0, output[-4000:]
         report = json.loads((folder / "report.json").read_text())
         return Trained(family, base, folder / "output", output, report, environment)
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from mini import FAMILIES
+from mini import FAMILIES, write_shards
 from ranks import EXACT, LAYER, RankServer, layer
 from test_training_runs import assert_same_weights
 from tolerances import TOLERANCES
+from upstream_runs import make_tiny
 
 pytestmark = pytest.mark.upstream
 
@@ -37,15 +35,12 @@ def run(server, upstream_repo, tmp_path_factory):
 
     @functools.cache
     def inputs(family):
-        folder = root / f"{family.replace('.', '_')}_ddp"
-        script = Path(__file__).with_name("make_tiny.py")
-        subprocess.run([sys.executable, script, upstream_repo, family, folder], check=True, capture_output=True)
-        return folder
+        return make_tiny(upstream_repo, family, root / f"{family.replace('.', '_')}_ddp")
 
     @functools.cache
     def training(family, layer=(), options=(), shards=None):
         data, output = inputs(family), root / f"job{len(list(root.glob('job*')))}"
-        records = data / "train.jsonl" if shards is None else write_shards(data, shards)
+        records = data / "train.jsonl" if shards is None else first_records(data, shards)
         arguments = ["--model-path", str(data), "--train-jsonl", str(records), *ARGUMENTS, *options]
         return server.run(
             f"{family}/finetuning/sft.py", arguments, output, folder=upstream_repo, environment=dict(layer)
@@ -54,15 +49,10 @@ def run(server, upstream_repo, tmp_path_factory):
     return training
 
 
-def write_shards(data, sizes):
-    """Files as upstream's prepare_data.py names them, each with the first records."""
-    folder = data / "-".join(map(str, sizes))
-    folder.mkdir(exist_ok=True)
+def first_records(data, sizes):
+    """A file for each rank, with so many of the first records."""
     lines = (data / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    for rank, size in enumerate(sizes):
-        path = folder / f"train.rank{rank:05d}-of-{len(sizes):05d}.jsonl"
-        path.write_text("".join(lines[:size]), encoding="utf-8")
-    return folder
+    return write_shards(data / "-".join(map(str, sizes)), [lines[:size] for size in sizes])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from launcher import LAUNCHER
 from mini import FAMILIES, read_steps
-from upstream_runs import ARGUMENTS, SECONDS_ALLOWED, upstream_variables
+from upstream_runs import ARGUMENTS, layer_variables, make_tiny, run_script, upstream_variables
 
 pytestmark = pytest.mark.upstream
 
@@ -43,34 +41,11 @@ def train(upstream_repo: Path, torchaudio_stub: Path, tmp_path_factory: Any) -> 
     cache = tmp_path_factory.mktemp("cache")
 
     def run(family: str, output: Path, arguments: str = "", **layer: str) -> tuple[int, str]:
-        data = tiny / family
-        if not data.exists():
-            script = Path(__file__).with_name("make_tiny.py")
-            subprocess.run([sys.executable, script, upstream_repo, family, data], check=True, capture_output=True)
-        environment = upstream_variables(torchaudio_stub, tmp_path_factory.mktemp("hf_modules"))
-        environment |= {
-            "PYTHONPATH": f"{site}:{environment['PYTHONPATH']}",
-            "XDG_CACHE_HOME": str(cache),
-            "MODEL_PATH": str(data),
-            "TRAIN_JSONL": str(data / "train.jsonl"),
-            "OUTPUT_DIR": str(output),
-            "SKIP_PREPARE": "1",
-            "TRAIN_EXTRA_ARGS_STR": f"{ARGUMENTS} {arguments}",
-            "MOSS_LOWMEM": "1",
-            "MOSS_TTS_REPO": str(upstream_repo),
-            "MOSS_LOWMEM_FAMILY": family,
-            **layer,
-        }
-        done = subprocess.run(
-            ["bash", str(LAUNCHER)],
-            cwd=upstream_repo,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=SECONDS_ALLOWED,
-        )
-        return done.returncode, done.stdout
+        data = make_tiny(upstream_repo, family, tiny / family)
+        variables = upstream_variables(torchaudio_stub, tmp_path_factory.mktemp("hf_modules"))
+        variables |= layer_variables(upstream_repo, family) | layer
+        variables |= {"PYTHONPATH": f"{site}:{variables['PYTHONPATH']}", "XDG_CACHE_HOME": str(cache)}
+        return run_script(LAUNCHER, upstream_repo, data, output, f"{ARGUMENTS} {arguments}", variables)
 
     return run
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ import torch
 from launcher import LAUNCHER
 from mini import read_steps
 from safetensors.torch import load_file
-from upstream_runs import SECONDS_ALLOWED, upstream_variables
+from upstream_runs import layer_variables, make_tiny, run_script, upstream_variables
 
 pytestmark = pytest.mark.upstream
 
@@ -91,32 +89,12 @@ def train(upstream_repo: Path, torchaudio_stub: Path, tmp_path_factory: Any) -> 
     (site / "sitecustomize.py").write_text(STOPPER, encoding="utf-8")
 
     def run(family: str, output: Path, arguments: str = "", **layer: str) -> Run:
-        data = tiny / family
-        if not data.exists():
-            script = Path(__file__).with_name("make_tiny.py")
-            subprocess.run([sys.executable, script, upstream_repo, family, data], check=True, capture_output=True)
-        environment = {
-            **upstream_variables(torchaudio_stub, tmp_path_factory.mktemp("hf_modules")),
-            "MODEL_PATH": str(data),
-            "TRAIN_JSONL": str(data / "train.jsonl"),
-            "OUTPUT_DIR": str(output),
-            "SKIP_PREPARE": "1",
-            "TRAIN_EXTRA_ARGS_STR": f"{ARGUMENTS} {arguments}",
-            "MOSS_TTS_REPO": str(upstream_repo),
-            "MOSS_LOWMEM_FAMILY": family,
-            **layer,
-        }
-        environment["PYTHONPATH"] = os.pathsep.join([str(site), environment["PYTHONPATH"]])
-        done = subprocess.run(
-            ["bash", str(LAUNCHER)],
-            cwd=upstream_repo,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=SECONDS_ALLOWED,
-        )
-        return Run(done.returncode, done.stdout, output)
+        data = make_tiny(upstream_repo, family, tiny / family)
+        variables = upstream_variables(torchaudio_stub, tmp_path_factory.mktemp("hf_modules"))
+        variables |= layer_variables(upstream_repo, family) | layer
+        variables["PYTHONPATH"] = os.pathsep.join([str(site), variables["PYTHONPATH"]])
+        status, printed = run_script(LAUNCHER, upstream_repo, data, output, f"{ARGUMENTS} {arguments}", variables)
+        return Run(status, printed, output)
 
     return run
 

@@ -15,7 +15,7 @@ from launcher import LAUNCHER
 from mini import FAMILIES
 from safetensors.torch import load_file
 from tolerances import TOLERANCES
-from upstream_runs import SECONDS_ALLOWED, upstream_variables
+from upstream_runs import SECONDS_ALLOWED, layer_variables, make_tiny, run_script, upstream_variables
 
 pytestmark = pytest.mark.upstream
 
@@ -81,15 +81,13 @@ trainer["main"]()
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_validation_on_upstream(upstream_repo: Path, torchaudio_stub: Path, tmp_path: Path, family: str) -> None:
-    data = tmp_path / f"{family.replace('.', '_')}_validation"
-    script = Path(__file__).with_name("make_tiny.py")
-    subprocess.run([sys.executable, script, upstream_repo, family, data], check=True, capture_output=True)
+    data = make_tiny(upstream_repo, family, tmp_path / f"{family.replace('.', '_')}_validation")
     records = (data / "train.jsonl").read_text().splitlines(keepends=True)
     (data / "train.jsonl").write_text("".join(records[:TRAINED]))
     (data / "valid.jsonl").write_text("".join(records[TRAINED:]))
     variables = upstream_variables(torchaudio_stub, tmp_path / "hf_modules")
     plain, ours = (
-        _train(upstream_repo, data, tmp_path / name, {**variables, "MOSS_LOWMEM_FAMILY": family, **settings})
+        _train(upstream_repo, data, tmp_path / name, variables | layer_variables(upstream_repo, family) | settings)
         for name, settings in (
             ("plain", {}),
             ("ours", {"MOSS_LOWMEM_VALID_JSONL": str(data / "valid.jsonl"), "MOSS_LOWMEM_VALID_STEPS": "1"}),
@@ -119,17 +117,8 @@ def test_validation_on_upstream(upstream_repo: Path, torchaudio_stub: Path, tmp_
 
 
 def _train(upstream_repo: Path, data: Path, output: Path, variables: dict[str, str]) -> Path:
-    environment = {
-        **variables,
-        "MOSS_LOWMEM": "1",
-        "MOSS_TTS_REPO": str(upstream_repo),
-        "MODEL_PATH": str(data),
-        "TRAIN_JSONL": str(data / "train.jsonl"),
-        "OUTPUT_DIR": str(output),
-        "SKIP_PREPARE": "1",
-        "TRAIN_EXTRA_ARGS_STR": ARGUMENTS,
-    }
-    _run(["bash", str(LAUNCHER)], upstream_repo, environment)
+    status, printed = run_script(LAUNCHER, upstream_repo, data, output, ARGUMENTS, variables)
+    assert status == 0, printed[-3000:]
     return output
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from mini import FAMILIES, MINI, MiniServer, command_line, make_mini_inputs
+from mini import FAMILIES, MINI, MiniServer, command_line, make_mini_inputs, write_shards
 from mini_moss_tts.demo_models import family_classes
 from ranks import EXACT, LAYER, RankServer
 from safetensors.torch import load_file
@@ -357,9 +357,8 @@ def test_shards_give_each_process_records_of_its_own(ranks, inputs, tmp_path):
     family = FAMILIES[0]
     data = Path(shutil.copytree(inputs(family), tmp_path / "local_shards"))
     records = (data / "train.jsonl").read_text().splitlines(keepends=True)
-    for rank, part in enumerate((records[:4], records[4:])):
-        (data / f"x.rank0000{rank}-of-00002.jsonl").write_text("".join(part))
-    arguments = [*command_line(data, tmp_path / "out"), "--train-jsonl", f"{data}/x.rank*.jsonl"]
+    shards = write_shards(tmp_path / "shards", (records[:4], records[4:]))
+    arguments = [*command_line(data, tmp_path / "out"), "--train-jsonl", str(shards)]
     # One process has a batch less, so that the number of steps has to be said.
     arguments += ["--gradient-accumulation-steps", "1", "--max-train-steps", "1"]
     done = ranks.run(

@@ -86,16 +86,60 @@ class Run:
         return {str(path.relative_to(self.checkpoint)) for path in self.checkpoint.rglob("*") if path.is_file()}
 
 
+def make_tiny(upstream: Path, family: str, folder: Path, *options: str) -> Path:
+    """Makes a family's tiny checkpoint and ``train.jsonl`` with make_tiny.py, unless ``folder`` is there already."""
+    if not folder.exists():
+        command = [sys.executable, Path(__file__).with_name("make_tiny.py"), upstream, family, folder, *options]
+        subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def layer_variables(upstream: Path, family: str) -> dict[str, str]:
+    """Variables for our launcher, with which it finds a family's script in a checkout."""
+    return {"MOSS_LOWMEM": "1", "MOSS_LOWMEM_FAMILY": family, "MOSS_TTS_REPO": str(upstream)}
+
+
+def run_script(
+    script: Path | str, upstream: Path, data: Path, output: Path, arguments: str, variables: dict[str, str]
+) -> tuple[int, str]:
+    """Runs a family's run_train.sh, or our launcher in its place, to its end.
+
+    Args:
+        script: from the checkout.
+        data: of :func:`make_tiny`.
+        variables: of :func:`upstream_variables`, and others.
+
+    Returns:
+        Exit status, and what it printed.
+    """
+    environment = {
+        "MODEL_PATH": str(data),
+        "TRAIN_JSONL": str(data / "train.jsonl"),
+        "OUTPUT_DIR": str(output),
+        "SKIP_PREPARE": "1",
+        "TRAIN_EXTRA_ARGS_STR": arguments,
+        **variables,
+    }
+    done = subprocess.run(
+        ["bash", str(script)],
+        cwd=upstream,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS_ALLOWED,
+    )
+    return done.returncode, done.stdout
+
+
 @pytest.fixture(scope="module", name="inputs")
 def inputs_fixture(
     request: pytest.FixtureRequest, upstream_repo: Path, torchaudio_stub: Path, tmp_path_factory: Any
 ) -> Path:
     """Tiny checkpoints and data: one folder a seed, of the module's ``SEEDS``."""
     folder = tmp_path_factory.mktemp("tiny")
-    script = Path(__file__).with_name("make_tiny.py")
     for seed in getattr(request.module, "SEEDS", (0,)):
-        command = [sys.executable, script, upstream_repo, request.module.FAMILY, folder / str(seed)]
-        subprocess.run([*command, "--seed", str(seed)], check=True, capture_output=True)
+        make_tiny(upstream_repo, request.module.FAMILY, folder / str(seed), "--seed", str(seed))
     return folder
 
 
@@ -113,35 +157,14 @@ def train_fixture(
         arguments: str = ARGUMENTS,
         **variables: str,
     ) -> Run:
-        data = inputs / str(seed)
-        environment = {
-            **upstream_variables(torchaudio_stub, tmp_path_factory.mktemp("hf_modules")),
-            "MODEL_PATH": str(data),
-            "TRAIN_JSONL": str(data / "train.jsonl"),
-            "OUTPUT_DIR": str(output),
-            "SKIP_PREPARE": "1",
-            "TRAIN_EXTRA_ARGS_STR": arguments,
-            **variables,
-        }
-        script = f"{family}/finetuning/run_train.sh"
+        variables = upstream_variables(torchaudio_stub, tmp_path_factory.mktemp("hf_modules")) | variables
+        script: Path | str = f"{family}/finetuning/run_train.sh"
         if layer is not None:
-            environment |= {
-                "MOSS_LOWMEM": "1",
-                "MOSS_LOWMEM_FAMILY": family,
-                "MOSS_TTS_REPO": str(upstream_repo),
-                **layer,
-            }
-            script = str(LAUNCHER)
-        done = subprocess.run(
-            ["bash", script],
-            cwd=upstream_repo,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS_ALLOWED,
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return Run(done.stdout + done.stderr, output)
+            variables |= layer_variables(upstream_repo, family) | layer
+            script = LAUNCHER
+        status, printed = run_script(script, upstream_repo, inputs / str(seed), output, arguments, variables)
+        assert status == 0, printed[-6000:]
+        return Run(printed, output)
 
     return run
 
