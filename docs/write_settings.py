@@ -23,6 +23,10 @@ LAUNCHER = {
 }
 
 
+#: Settings that are a word or something else, which their type does not say.
+WORDS_OR_VALUES = {"max_positions": "1 or more, auto", "resume": "auto, off, a path"}
+
+
 def default_of(field: str, info: Any) -> str:
     """A field's default as the variable would be written."""
     if field == "corrections":
@@ -36,13 +40,15 @@ def values_of(field: str, info: Any) -> str:
     """What may be written, in words."""
     if typing.get_origin(info.annotation) is typing.Literal:
         return ", ".join(typing.get_args(info.annotation))
-    if field == "max_positions":
-        return "1 or more, auto"
+    if field in WORDS_OR_VALUES:
+        return WORDS_OR_VALUES[field]
     limits = {type(limit).__name__: limit for limit in info.metadata}
     low = getattr(limits.get("Ge"), "ge", None)
     high = getattr(limits.get("Le"), "le", getattr(limits.get("Lt"), "lt", None))
     if low is not None:
         return f"{low} to {high}" if high is not None else f"{low} or more"
+    if "Gt" in limits:
+        return f"above {limits['Gt'].gt}"
     return "a list" if "tuple" in str(info.annotation) else "a path"
 
 

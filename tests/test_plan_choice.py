@@ -50,6 +50,12 @@ def test_the_run_takes_the_cheapest_rung_and_learns_the_same(inputs, cache, plai
     assert "plan schedule=fused" in again.output and "checkpointed_layers=0" in again.output
 
 
+@pytest.mark.parametrize("gib,place", [("24", "device"), ("1", "host")])
+def test_without_a_plan_stores_go_where_the_stated_card_has_room(inputs, tmp_path, gib, place):
+    run = run_mini(inputs, tmp_path, environment={**EXACT, "MOSS_LOWMEM_PLAN": "off", "MOSS_LOWMEM_VRAM": gib})
+    assert re.search(rf"plan schedule=staged .*gradients={place} states={place} weights={place}", run.output)
+
+
 def test_what_is_set_is_kept(inputs, cache, tmp_path):
     wanted = {"MOSS_LOWMEM_SCHEDULE": "staged", "MOSS_LOWMEM_CHECKPOINTING": "1", "MOSS_LOWMEM_STATES": "host"}
     run = run_mini(inputs, tmp_path, environment={**EXACT, **cache, **wanted, "MOSS_LOWMEM_VRAM": "24"})

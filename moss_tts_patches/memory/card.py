@@ -42,7 +42,7 @@ class StoreSizes:
         return cls(weights, gradients, round(2.03 * elements) if optimizer == "adamw8bit" else 2 * gradients)
 
 
-def choose_placement(wanted: StorePlacement, card_bytes: int | None, sizes: StoreSizes) -> StorePlacement:
+def choose_placement(wanted: StorePlacement, card_bytes: float | None, sizes: StoreSizes) -> StorePlacement:
     """Resolves ``auto``: host traffic costs time, so each store stays on the device as long as it fits.
 
     Args:

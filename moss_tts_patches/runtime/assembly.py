@@ -15,6 +15,7 @@ from ..loss.problem import IGNORE_INDEX
 from ..memory.card import StorePlacement
 from .checkpointing import layer_parameters
 from .nonfinite import NonFiniteGradients
+from .plan import card_memory
 from .report import log
 from .stores import StoreRequest, Stores, build_stores
 from .training_loop import TrainingLoop
@@ -40,7 +41,7 @@ def make_stores(session: Session) -> Stores:
         engine_reason=session.parallel.device_gradients_reason,
         four_bit=settings.method == "qlora",
     )
-    card = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    card = card_memory(device, settings.vram)
     return build_stores(request, session.model, lambda: layer_parameters(session.family.backbone(session.model)), card)
 
 

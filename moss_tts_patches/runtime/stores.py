@@ -73,7 +73,7 @@ def build_stores(
     request: StoreRequest,
     model: nn.Module,
     layers: Callable[[], Iterator[nn.Parameter]],
-    card_bytes: int | None,
+    card_bytes: float | None,
 ) -> Stores:
     """Decides and builds.
 
