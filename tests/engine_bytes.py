@@ -63,6 +63,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._known: dict[int, weakref.ref] = {}
         self.peak = 0
+        self.watches = False
         for tensor in tensors:
             self._add(tensor)
 
@@ -82,19 +83,22 @@ class LiveBytes(TorchDispatchMode):
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self._add(value)
-        self.peak = max(self.peak, self.now())
+        if self.watches and self.now() > self.peak:
+            self.peak = max(self.peak, self.settled())
         return result
 
     def most(self) -> int:
         found, self.peak = self.peak, 0
         return found
 
-    def settle(self, seconds: float = 0.1) -> None:
-        """Waits until nothing is let go of any more: gloo's threads keep what they exchanged a moment too long."""
-        before, now = -1, self.now()
-        while before != now:
+    def settled(self, times: int = 5, seconds: float = 0.002) -> int:
+        """Bytes once nothing is let go of any more: gloo's threads keep what they exchanged a moment too long."""
+        found, same = self.now(), 0
+        while same < times:
             time.sleep(seconds)
-            before, now = now, self.now()
+            before, found = found, self.now()
+            same = same + 1 if found == before else 0
+        return found
 
 
 def torchs_own(model: nn.Module, wrap: Any, *, syncs_always: bool) -> Any:
@@ -191,14 +195,12 @@ def measure(engine: str, accumulation: int) -> list[Any]:
     words = torch.arange(2)[None]
     result: dict[str, int] = {}
     with live:
-        for _ in range(2):  # the first makes the states
-            live.most()
+        for live.watches in (False, True):  # the first window makes the states
             for index in range(accumulation):
                 micro_batch(words, index == accumulation - 1)
                 if engine.startswith("zero") and index < accumulation - 1:
                     step()  # DeepSpeed counts the micro-batches itself
             result["backward"] = live.most()
-            live.settle()
             step()
             result["step"] = live.most()
             zero_grad()
