@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Generator
 from pathlib import Path
@@ -23,6 +24,10 @@ for _name in [name for name in os.environ if name.startswith("MOSS_LOWMEM") or n
 # upstream is called checkpoint-epoch-0: a shared cache would load one test's code in another.
 _MODULES_CACHE = tempfile.mkdtemp(prefix="moss_lowmem_tests_")
 os.environ["HF_MODULES_CACHE"] = _MODULES_CACHE
+
+# A shell's background job ignores Ctrl-C, and so would everything that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _REPO_VARIABLE = "MOSS_TTS_REPO"
 

@@ -63,6 +63,7 @@ def test_losses_and_weights_equal_upstreams_own_two_processes(run, family):
     assert ours.rates == plain.rates
     assert ours.digests[0] == ours.digests[1]
     assert plain.digests[0] == plain.digests[1]
+    assert (plain.writers, ours.writers) == ({"0", "1"}, {"0"})  # upstream's ranks write one file, all of them
     assert_same_weights(ours.weights(), plain.weights())
     assert "[lowmem]" not in plain.outputs[0]
 
