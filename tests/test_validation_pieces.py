@@ -258,8 +258,9 @@ def test_a_data_set_that_keeps_its_records_elsewhere_is_refused():
 class Run:
     """A run whose validation losses are given, that notes what happens."""
 
-    def __init__(self, losses: list[float], every: int = 1, saves: bool = True) -> None:
+    def __init__(self, losses: list[float], every: int = 1, saves: bool = True, records: str = "a") -> None:
         self.losses, self.events, self.lines = losses, [], []
+        self.first: list[int] = []
         self.steps = 0
         self.stops = False
         self.validation = Validation(every, self.lines.append)
@@ -275,6 +276,8 @@ class Run:
                 stopping=lambda: self.stops,
                 record=lambda values: self.events.append(("line", values["step"], values["valid_loss"])),
                 left_out=lambda seconds: None,
+                records=records,
+                goes_on=records != "a",
             )
         )
 
@@ -284,8 +287,10 @@ class Run:
         self.events.append(("evaluated", self.steps))
         return Result(self.losses[self.steps - 1], {}, 1)
 
-    def _write(self, step: int, epoch: int, loss: float) -> bool:
+    def _write(self, step: int, epoch: int, loss: float, *, is_first: bool) -> bool:
         self.events.append(("saved", step))
+        if is_first:
+            self.first.append(step)
         return self.saves
 
     def to(self, steps: int) -> Run:
@@ -359,6 +364,21 @@ def test_best_weights_of_a_point_that_are_not_there_are_mentioned():
     assert "best weights at step 1, and the output folder has none" in run.lines[0]
 
 
+def test_losses_of_other_records_are_not_compared():
+    """A loss of 2 on harder records may be better than the 1 on easy ones, and nothing would ever be saved again."""
+    values = json.loads(json.dumps(Run([1.0]).to(1).validation.values()))
+    run = Run([1.0, 2.0], records="b")
+    run.steps = 1
+    run.validation.restore(values)
+    run.to(2)
+    assert run.kinds("saved") == [2] == run.first and run.validation.best_loss == 2.0
+    assert "the validation records are others" in run.lines[0]
+    same = Run([1.0, 2.0])
+    same.validation.restore(values)
+    same.steps = 1
+    assert same.to(2).kinds("saved") == []
+
+
 # -- the best weights -------------------------------------------------------------------------------------------------
 
 
@@ -395,6 +415,25 @@ def test_best_leads_to_the_newest_and_the_former_is_gone(tmp_path, monkeypatch, 
     names = {path.name for path in tmp_path.iterdir()}
     assert names == ({"best", "best-step-5", mine.name} if links else {"best", mine.name})
     assert (tmp_path / "best").is_symlink() == links and lines == []
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_the_best_of_an_earlier_training_stays(tmp_path, monkeypatch, links):
+    """Nothing was compared with it: the first evaluation of a training that starts anew would delete it."""
+    if not links:
+        monkeypatch.setattr(Path, "symlink_to", lambda *_, **__: (_ for _ in ()).throw(OSError("no links here")))
+    for training, steps in enumerate(((300, 600), (100, 600), (600,))):
+        made, lines = best_checkpoint(tmp_path, save_checkpoint)
+        for number, step in enumerate(steps):
+            assert made.write(step, 1, float(training), is_first=number == 0)
+    own = "best-step-600" if links else "best"
+    found = {
+        path.name: json.loads((path / "model").read_text())["best_validation_loss"]
+        for path in tmp_path.iterdir()
+        if not path.is_symlink()
+    }
+    assert found == {f"{own}-earlier": 0.0, f"{own}-earlier-2": 1.0, own: 2.0} and step_of(tmp_path) == 600
+    assert lines == [f"{own} is an earlier training's: it stays as {own}-earlier-2; delete it when it is not needed"]
 
 
 class Killed(BaseException):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ..report import log
+from ..resume.identity import records_fingerprint
 from .best import BestCheckpoint
 from .course import Surrounding
 from .evaluation import Evaluation, make_batches
@@ -52,6 +53,8 @@ def begin_validation(session: Session, model: nn.Module) -> None:
             stopping=position.is_told_to_stop,
             record=session.record.validation,
             left_out=left_out,
+            records=records_fingerprint(records) if of_all else None,
+            goes_on=position.goes_on,
             phase=lambda: session.watch.guard.phase("validation"),
         )
     )

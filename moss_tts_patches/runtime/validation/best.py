@@ -2,12 +2,14 @@
 
 They are written to ``best-step-N``, which appears as a whole; then the link ``best`` is moved to it, and only then is
 the folder of the former best deleted. So ``best`` always leads to a whole checkpoint. Where the disk has no links,
-``best`` is a folder, replaced as a whole.
+``best`` is a folder, replaced as a whole. The best of another training in the same folder, with which nothing was
+compared, stays under the name ``best-step-N-earlier``.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 import re
 import shutil
@@ -64,13 +66,14 @@ class BestCheckpoint:
         self._save, self._accelerator, self._model = save, accelerator, model
         self._arguments, self._folder, self._say = arguments, folder, say
 
-    def write(self, step: int, epoch: int, loss: float) -> bool:
+    def write(self, step: int, epoch: int, loss: float, *, is_first: bool = False) -> bool:
         """Saves the weights as they are; a full disk ends no training of one process.
 
         Args:
             step: optimizer steps done.
             epoch: of the last of them, from 1.
             loss: of the validation records.
+            is_first: the training has saved none before; what stands there was never compared with it.
 
         Returns:
             Whether they stand under the name ``best``.
@@ -78,6 +81,8 @@ class BestCheckpoint:
         linked = can_link(self._folder)
         destination = self._folder / (f"{NAME}-step-{step}" if linked else NAME)
         try:
+            if is_first and self._accelerator.is_main_process:
+                set_aside(self._folder, self._say)
             self._call(destination, step, epoch, loss)
             if self._accelerator.is_main_process and linked:
                 point_to(self._folder / NAME, destination.name)
@@ -122,6 +127,26 @@ def can_link(folder: Path) -> bool:
     except OSError:  # Windows without the right to, exFAT, some network disks
         return False
     return True
+
+
+def set_aside(folder: Path, say: Callable[[str], None]) -> None:
+    """Gives the best weights of another training in ``folder`` names that :func:`remove_former` leaves alone."""
+    link = folder / NAME
+    led_to = os.readlink(link) if link.is_symlink() else None
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        is_best = _STEP_FOLDER.fullmatch(entry.name) or entry.name == NAME
+        if not is_best or not entry.is_dir(follow_symlinks=False):
+            continue
+        kept = _free_name(Path(f"{entry.path}-earlier"))
+        os.replace(entry.path, kept)
+        if entry.name == led_to:
+            point_to(link, kept.name)
+        say(f"{entry.name} is an earlier training's: it stays as {kept.name}; delete it when it is not needed")
+
+
+def _free_name(path: Path) -> Path:
+    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], numbered) if not os.path.lexists(name))
 
 
 def point_to(link: Path, name: str) -> None:

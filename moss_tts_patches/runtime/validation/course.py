@@ -34,6 +34,8 @@ class Surrounding:
         stopping: the run was told to stop, and can.
         record: is given a line for the log.
         left_out: is given seconds that belong to no step.
+        records: fingerprint of the records; None where each process has its own.
+        goes_on: the run continues from a point.
         phase: open while records are evaluated.
     """
 
@@ -44,6 +46,8 @@ class Surrounding:
     stopping: Callable[[], bool]
     record: Callable[[dict[str, Any]], None]
     left_out: Callable[[float], None]
+    records: str | None = None
+    goes_on: bool = False
     phase: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
@@ -66,10 +70,12 @@ class Validation:
         self._form: CallForm | None = None
         self.best_loss, self.best_step = math.inf, 0
         self.evaluated_step = 0
+        self._best_is_ours = False
 
     def begins(self, around: Surrounding) -> None:
         """The training is about to begin."""
         self._around = around
+        self._best_is_ours = around.goes_on  # what the interrupted run has found after its point is found again
 
     # -- when ----------------------------------------------------------------------------------------------------
 
@@ -100,17 +106,29 @@ class Validation:
             "best_loss": self.best_loss if self.best_step else None,
             "best_step": self.best_step,
             "evaluated_step": self.evaluated_step,
+            "records": self._around.records,
             "call_form": None if form is None else form.as_values(),
         }
 
     def restore(self, values: dict[str, Any]) -> None:
         """Goes on from what a resume point holds; a run that had no validation knows nothing."""
-        if self._around is None or not values:
+        if self._around is None:
+            return
+        if not values:
+            self._best_is_ours = False
             return
         best_loss, form = values["best_loss"], values["call_form"]
+        self._form = None if form is None else CallForm.from_values(form)
+        if values.get("records", self._around.records) != self._around.records:
+            self._best_is_ours = False
+            lowest = "none" if best_loss is None else f"{best_loss:.4f}"
+            self._say(
+                "warning: the validation records are others than before the resume point, and losses of the two cannot "
+                f"be compared: the lowest so far ({lowest}) is forgotten"
+            )
+            return
         self.best_loss = math.inf if best_loss is None else best_loss
         self.best_step, self.evaluated_step = values["best_step"], values["evaluated_step"]
-        self._form = None if form is None else CallForm.from_values(form)
         if self.best_step and self._around.best is not None and not self._around.best.stands():
             self._say(
                 f"warning: the resume point knows of best weights at step {self.best_step}, and the output folder has "
@@ -160,4 +178,7 @@ class Validation:
     def _is_saved(self, steps: int, loss: float) -> bool:
         """Saves the best weights so far; whether they may be called that."""
         assert self._around is not None
-        return self._around.best is None or self._around.best.write(steps, self._around.position()[1], loss)
+        best = self._around.best
+        saved = best is None or best.write(steps, self._around.position()[1], loss, is_first=not self._best_is_ours)
+        self._best_is_ours |= saved
+        return saved
