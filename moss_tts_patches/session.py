@@ -36,7 +36,7 @@ from .runtime.report import StepClock, log
 from .runtime.resume.run import ResumableRun
 from .runtime.resume.writer import ResumeOptions
 from .runtime.run_report import describe_run, end_line, start_lines
-from .runtime.saving import finish_interrupted_saves, written_once
+from .runtime.saving import check_texts, finish_interrupted_saves, written_once
 from .runtime.stores import Stores
 from .runtime.training_data import TrainingData, steps_of_training
 from .runtime.training_loop import TrainingLoop
@@ -125,6 +125,7 @@ class Session:
         if self.adapters is not None:
             self.adapters.started(model_path, getattr(namespace, "learning_rate", None))
         with ending_the_run():
+            check_texts({**self.settings.model_dump(), **vars(namespace)})
             self.resume.started(self.output_folder, vars(namespace), is_main=self.watch.is_main)
         self.watch.started(self.output_folder)
         if self.settings.preflight == "1":

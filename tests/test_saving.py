@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moss_tts_patches.errors import EnvironmentProblem, SeamError
-from moss_tts_patches.runtime.saving import finish_interrupted_saves, saving_whole, whole_folder
+from moss_tts_patches.runtime.saving import check_texts, finish_interrupted_saves, saving_whole, whole_folder
 
 OLD = {"model.safetensors": "old weights", "config.json": "old"}
 NEW = {"model.safetensors": "new weights", "config.json": "new", "code.py": "pass"}
@@ -168,6 +168,23 @@ def test_other_files_survive_as_with_upstreams_own_saving(tmp_path):
     assert (old / "notes.txt").read_text() == "mine" == (old / "link").read_text()
     assert (old / "samples" / "one.wav").read_text() == "sound"
     assert (old / "config.json").read_text() == "new"
+
+
+def test_an_adapter_does_not_survive_beside_a_whole_model(tmp_path):
+    """transformers would load the adapter's base in the place of the new weights."""
+    old = tmp_path / NAME
+    adapter = ("adapter_config.json", "adapter_model.safetensors", "lowmem.json")
+    write(old, {**dict.fromkeys(adapter, "old"), "notes.txt": "mine"})
+    save(old)
+    assert {path.name for path in old.iterdir()} == {*NEW, "notes.txt"}
+
+
+def test_names_that_no_checkpoint_can_note_are_refused_at_the_start():
+    check_texts({"output_dir": "输出", "path": Path("a b"), "number": 1, "nothing": None})
+    with pytest.raises(
+        EnvironmentProblem, match=r"train_jsonl=/data/\\udcb2\\udce2\.jsonl: found bytes that are not UTF-8"
+    ):
+        check_texts({"train_jsonl": os.fsdecode(b"/data/\xb2\xe2.jsonl")})
 
 
 def test_a_link_stays_a_link(tmp_path):

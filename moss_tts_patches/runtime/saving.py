@@ -19,7 +19,7 @@ import inspect
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,39 @@ from ..errors import EnvironmentProblem, SeamError
 _INCOMPLETE, _REPLACED = "incomplete", "replaced"
 _LEFT_BEHIND = re.compile(r"(?P<name>.+)\.(?P<kind>incomplete|replaced)-(?P<pid>\d{1,19})", re.DOTALL)
 
-# Weights of an older save, in one file or several: transformers would have overwritten or removed them.
-_WEIGHTS = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+# Weights of an older save, in one file or several: transformers would have overwritten or removed them. And the files
+# of an adapter: where they stand beside a whole model's, transformers loads the adapter's base instead of that model.
+_WEIGHTS = re.compile(
+    r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?"
+    r"|adapter_model\.(safetensors|bin)|adapter_config\.json|lowmem\.json"
+)
 
 
 def _ignore(line: str) -> None:
     pass
+
+
+def check_texts(values: Mapping[str, Any]) -> None:
+    """Checks that what every checkpoint notes about its training can be written.
+
+    Upstream's ``save_checkpoint`` and resume points write arguments as UTF-8, and would end the run hours from now.
+
+    Args:
+        values: arguments and settings, by name.
+
+    Raises:
+        EnvironmentProblem: a path has bytes that are not UTF-8, as folders from a GBK archive have.
+    """
+    for name, value in values.items():
+        text = str(value)
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            shown = text.encode("utf-8", "backslashreplace").decode()
+            raise EnvironmentProblem(
+                f"{name}={shown}: found bytes that are not UTF-8, and no checkpoint could note that name. Rename the "
+                "file or folder, for example with convmv -f gbk -t utf-8."
+            ) from None
 
 
 @contextmanager
