@@ -380,6 +380,12 @@ def test_a_start_that_does_not_fit_is_named(tmp_path):
         adapted(tiny_model(), start=tmp_path, options=OPTIONS | {"r": 16}, start_fixes=frozenset({"r"}))
     with pytest.raises(SettingsError, match="expected a folder with"):
         adapted(tiny_model(), start=tmp_path / "nowhere")
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    for option, value in (("init_lora_weights", "pissa"), ("use_qalora", True)):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**config, option: value}))
+        with pytest.raises(SettingsError, match=f"{option}=.*cannot be carried over"):
+            adapted(tiny_model(), start=tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     name = next(iter(tensors))
     save_file({**tensors, name: tensors[name][:, :3].contiguous()}, tmp_path / "adapter_model.safetensors")

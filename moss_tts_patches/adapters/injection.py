@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import SeamError, SettingsError
 from .adapter_folder import FILE_PREFIX
+from .peft_merge import strange_options
 from .plan import AdapterPlan
 from .targets import fully_trained_modules, is_norm, resolve_targets
 
@@ -208,6 +209,11 @@ class _Start:
                     f"MOSS_LOWMEM_LORA_INIT={folder}: it has {name}={options[name]}, and {plan.options[name]} is set. "
                     "Leave the setting out to take the adapter's."
                 )
+            )
+        if strange := strange_options(config):
+            raise SettingsError(
+                f"MOSS_LOWMEM_LORA_INIT={folder}: {'; '.join(strange)} cannot be carried over, and without it the "
+                "adapter means something else. Expected a plain LoRA adapter, trained on the base as it is on disk."
         return cls(folder, options, tensors)
 
     def modules(self, model: nn.Module) -> list[str]:

@@ -211,7 +211,8 @@ def _peft_config(folder: Path) -> LoraConfig:
     return config
 
 
-def _refuse_what_is_not_understood(path: Path, config: LoraConfig) -> None:
+def strange_options(config: LoraConfig) -> list[str]:
+    """Returns what an adapter does that its tensors, its ranks and alphas do not tell, as ``name=value``."""
     plain = LoraConfig()
     strange = [
         f"{item.name}={getattr(config, item.name)!r}"
@@ -220,6 +221,11 @@ def _refuse_what_is_not_understood(path: Path, config: LoraConfig) -> None:
     ]
     if config.init_lora_weights not in _INITIALISATIONS:
         strange.append(f"init_lora_weights={config.init_lora_weights!r}, which changed the base")
+    return strange
+
+
+def _refuse_what_is_not_understood(path: Path, config: LoraConfig) -> None:
+    strange = strange_options(config)
     if strange:
         raise StateError(
             f"adapter {path}: {'; '.join(strange)} cannot be merged one module at a time. Load the model with PEFT "
