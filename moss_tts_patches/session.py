@@ -215,7 +215,7 @@ class Session:
             else:
                 getattr(parent, attribute).requires_grad_(False)
         if self.adapters is not None:
-            self.adapters.model_loaded(model, self.seed)
+            self.resume.note("adapter", self.adapters.model_loaded(model, self.seed).scale())
             self._adapter_checkpoints = AdapterCheckpoints(self.adapters, model, self.parallel, self.clock)
             save = self._adapter_checkpoints.save_pretrained
             self.ledger.apply(model, "save_pretrained", save, "an adapter instead of the whole model")

@@ -284,6 +284,8 @@ def test_the_newest_is_found_and_off_starts_anew(saved, tmp_path):
     [
         ({}, (), "method: saved lora, now full"),
         ({**LORA, "MOSS_LOWMEM_LORA_RANK": "3"}, (), "of another shape or dtype: .*expected \\(3, "),
+        ({**LORA, "MOSS_LOWMEM_LORA_ALPHA": "64"}, (), "count by another factor .lora_alpha: saved 32, now 64"),
+        ({**LORA, "MOSS_LOWMEM_LORA_RSLORA": "1"}, (), "use_rslora: saved False, now True"),
         ({**LORA, "MOSS_LOWMEM_OPTIMIZER": "adamw"}, (), "states are AdamW8bit's, and this run uses AdamW"),
         (LORA, ("--per-device-batch-size", "1"), "per_device_batch_size: saved 2, now 1"),
         (LORA, ("--max-train-steps", "3"), "after the end that --max-train-steps 3"),
@@ -306,6 +308,45 @@ def test_a_point_of_another_training_is_refused(saved, inputs, tmp_path, environ
     [line] = lines(refused, r"\[lowmem\] error: ")
     assert re.search(message, line) and "MOSS_LOWMEM_RESUME=off" in line, line
     assert not refused.steps
+
+
+def test_another_base_under_the_same_config_is_refused(server, inputs, tmp_path):
+    """With all weights trained the point would replace them, and go on with the old base without a word."""
+    run = [server, "moss_tts_local", inputs("moss_tts_local")]
+    one_step = ("--max-train-steps", "1", "--warmup-ratio", "0")
+    environment = {**ON, "MOSS_LOWMEM_SAVE_STEPS": "1"}
+    whole = server.run(*run[1:], tmp_path / "out", *one_step, environment=environment)
+    other = shutil.copytree(run[2], tmp_path / "other")
+    shutil.copy(whole.checkpoint() / "model.safetensors", other)
+    refused, moved = (
+        server.run(*run[1:], tmp_path / "out", "--model-path", str(path), environment=environment, check=False)
+        for path in (other, shutil.copytree(run[2], tmp_path / "moved"))
+    )
+    assert refused.status != 0 and not refused.steps
+    assert lines(refused, r"error: resume point .*it began with other weights \(--model-path\)")
+    assert moved.status == 0 and [step.number for step in moved.steps] == [2, 3]
+
+
+def test_settings_that_change_the_numbers_are_mentioned(saved, tmp_path):
+    run, whole = saved
+    changed = {"MOSS_LOWMEM_LORA_DROPOUT": "0.1", "MOSS_LOWMEM_CORRECTIONS": "none"}
+    point = {"MOSS_LOWMEM_RESUME": str(whole.folder / "resume" / "step-5")}
+    resumed = _run(run, tmp_path / "out", environment={**ON, **LORA, **changed, **point})
+    assert lines(
+        resumed, r"warning: options have changed .*corrections: .*, now \[\], lora_dropout: saved 0.3, now 0.1"
+    )
+
+
+def test_a_point_behind_a_link_is_found_and_what_it_leads_to_stays(saved, tmp_path):
+    run, whole = saved
+    moved = shutil.copytree(whole.folder / "resume" / "step-4", tmp_path / "disk" / "step-4")
+    (tmp_path / "out" / "resume").mkdir(parents=True)
+    (tmp_path / "out" / "resume" / "step-4").symlink_to(moved)
+    environment = {**ON, **LORA, "MOSS_LOWMEM_SAVE_STEPS": "1", "MOSS_LOWMEM_KEEP": "1"}
+    resumed = _run(run, tmp_path / "out", environment=environment)
+    assert [step.number for step in resumed.steps] == [5, 6]
+    assert [path.name for path in (tmp_path / "out" / "resume").iterdir()] == ["step-6"]
+    assert (moved / "weights.safetensors").is_file()
 
 
 def test_a_changed_learning_rate_counts_from_then_on(saved, tmp_path):

@@ -25,6 +25,7 @@ from moss_tts_patches.runtime.resume.origin import Origin
 from moss_tts_patches.runtime.resume.point import write_point
 from moss_tts_patches.runtime.resume.quiet import Quiet
 from moss_tts_patches.runtime.resume.record_order import RecordOrder
+from moss_tts_patches.runtime.resume.run import ResumableRun
 from moss_tts_patches.runtime.resume.schedule import move_schedule
 from moss_tts_patches.runtime.resume.tensors import (
     check_weights,
@@ -35,6 +36,7 @@ from moss_tts_patches.runtime.resume.tensors import (
     write_states,
     write_weights,
 )
+from moss_tts_patches.runtime.resume.writer import ResumeOptions
 
 CPU = torch.device("cpu")
 
@@ -308,6 +310,19 @@ def test_a_checksum_sees_one_bit_of_weights_states_and_steps():
 
     assert number() == number()
     assert len({number(), number(weight), number(state), number(step)}) == 4
+
+
+def test_a_point_that_could_not_be_written_is_not_tried_again_at_every_step(monkeypatch):
+    """A disk that is full takes gigabytes each time before it says so."""
+    run = ResumableRun(ResumeOptions(save_minutes=1), "family", settings={}, versions={}, say=lambda line: None)
+    run._model, run._objects.optimizer = model_and_optimizer(steps=0)
+    run._mark = {"position": {"steps": 1}}
+    run._writer._saved_time -= 61
+    for written in (False, True):
+        assert run._writer.is_due(1)
+        monkeypatch.setattr(run._writer, "write", lambda *_, written=written: written)
+        assert run._save() == written and not run._writer.is_due(2)
+        run._writer._saved_time -= 61
 
 
 def test_a_point_that_only_the_main_process_sees_is_refused(tmp_path):

@@ -69,6 +69,15 @@ class Adapters:
             )
         return tensors
 
+    def scale(self) -> dict[str, Any]:
+        """Returns, as JSON knows it, what decides how much the adapters' tensors count; their shapes do not show it."""
+        config = self.config
+        return {
+            "lora_alpha": config.lora_alpha,
+            "alpha_pattern": dict(config.alpha_pattern or {}),
+            "use_rslora": config.use_rslora,
+        }
+
     def describe(self) -> str:
         """One ``key=value`` line for the log."""
         trained = sum(parameter.numel() for _, parameter in self.named_parameters())
@@ -201,6 +210,11 @@ class _Start:
                 f"MOSS_LOWMEM_LORA_INIT={folder}: a {config.peft_type} adapter with fully trained modules "
                 f"{config.modules_to_save}; expected a LoRA adapter and nothing else."
             )
+        if strange := strange_options(config):
+            raise SettingsError(
+                f"MOSS_LOWMEM_LORA_INIT={folder}: {'; '.join(strange)} cannot be carried over, and without it the "
+                "adapter means something else. Expected a plain LoRA adapter, trained on the base as it is on disk."
+            )
         taken = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "lora_bias")
         options = {name: getattr(config, name) for name in taken}
         for name in sorted(plan.start_fixes & set(taken)):
@@ -209,11 +223,6 @@ class _Start:
                     f"MOSS_LOWMEM_LORA_INIT={folder}: it has {name}={options[name]}, and {plan.options[name]} is set. "
                     "Leave the setting out to take the adapter's."
                 )
-            )
-        if strange := strange_options(config):
-            raise SettingsError(
-                f"MOSS_LOWMEM_LORA_INIT={folder}: {'; '.join(strange)} cannot be carried over, and without it the "
-                "adapter means something else. Expected a plain LoRA adapter, trained on the base as it is on disk."
         return cls(folder, options, tensors)
 
     def modules(self, model: nn.Module) -> list[str]:

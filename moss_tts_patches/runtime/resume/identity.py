@@ -31,6 +31,9 @@ LEARNING = (
 #: Options that change what is computed in another way; worth a line.
 MENTIONED = ("model_path", "max_grad_norm", "mixed_precision", "channelwise_loss_weight", "n_vq")
 
+#: Settings that do so.
+MENTIONED_SETTINGS = ("corrections", "lora_dropout")
+
 # Read of each frozen tensor: another fine-tune of the same base differs in nearly every element.
 _SAMPLED = 64
 # Ends of a config's keys: where it came from and how this machine runs it, not what the model is.
@@ -63,6 +66,19 @@ def model_fingerprint(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            digest.update(_sample(parameter.detach()))
+    return digest.hexdigest()
+
+
+def base_fingerprint(model: nn.Module) -> str:
+    """Returns a hash of the weights that are trained, as the trainer has loaded them.
+
+    A point replaces them, so that another base under the same config would be forgotten without a word.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            digest.update(f"{name} {parameter.dtype}".encode())
             digest.update(_sample(parameter.detach()))
     return digest.hexdigest()
 

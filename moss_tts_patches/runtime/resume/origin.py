@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...errors import StateError
-from .identity import LEARNING, MENTIONED, describe, differing, why_not
+from .identity import LEARNING, MENTIONED, MENTIONED_SETTINGS, describe, differing, why_not
 from .point import Point, find_point, read_point
 from .position import Position
 from .ranks import Ranks
@@ -134,9 +134,16 @@ class Origin:
         check_weights(folder, parameters)
         if values["model"] != facts["model"]:
             self.refuse("its model's config or frozen weights are others (--model-path)")
+        if "base" in values and values["base"] != facts["base"]:
+            self.refuse(
+                "it began with other weights (--model-path), which it would put in the place of those loaded now"
+            )
+        if "adapter" in values and (scaled := differing(values["adapter"], facts["adapter"], tuple(values["adapter"]))):
+            self.refuse(f"its adapters' values count by another factor ({describe(scaled)})")
         read_weights(folder, parameters)
         read_states(folder, optimizer, values["optimizer"])
         changed = differing(values["arguments"], facts["arguments"], (*LEARNING, *MENTIONED))
+        changed |= differing(values["settings"], facts["settings"], MENTIONED_SETTINGS)
         if changed:
             self._say(
                 f"warning: options have changed since the resume point, and count from now on: {describe(changed)}"

@@ -98,7 +98,7 @@ def points_in(folder: Path, say: Callable[[str], None] = lambda line: None) -> l
 
 def _step_folders(folder: Path) -> Iterator[Path]:
     for entry in os.scandir(folder) if folder.is_dir() else ():
-        if _NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+        if _NAME.fullmatch(entry.name) and entry.is_dir():  # a link too: a user may keep points on another disk
             yield Path(entry.path)
 
 
@@ -176,6 +176,9 @@ def remove_older(root: Path, keep: int, say: Callable[[str], None]) -> None:
         # Under a name that says so: half deleted, it is no point any more.
         rubbish = point.folder.with_name(f"{point.folder.name}.incomplete-{os.getpid()}")
         try:
+            if point.folder.is_symlink():  # where it leads to is not ours
+                point.folder.unlink()
+                continue
             os.replace(point.folder, rubbish)
             shutil.rmtree(rubbish)
         except OSError as error:

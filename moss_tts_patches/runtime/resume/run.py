@@ -23,7 +23,7 @@ import torch
 
 from . import random_states
 from .equality import check_equality
-from .identity import model_fingerprint, records_fingerprint
+from .identity import base_fingerprint, model_fingerprint, records_fingerprint
 from .origin import Origin
 from .point import FOLDER
 from .position import Position
@@ -185,6 +185,8 @@ class ResumableRun:
         if not (self.options.saves or self.goes_on):
             return
         self._model, self._facts["model"] = model, model_fingerprint(model)
+        if self._facts["settings"]["method"] == "full":  # adapters begin at random values, not at the base's
+            self._facts["base"] = base_fingerprint(model)
         if self.options.saves:
             self._writer.attach(model, optimizer)
         if self.goes_on:
@@ -294,6 +296,8 @@ class ResumableRun:
         written = self._ranks.of_main(self._ranks.is_main and self._writer.write(self._mark, own))
         if written:
             self._writer.stands_at(self._mark["position"]["steps"])
+        else:
+            self._writer.waits_anew()
         return written
 
     def _arrive(self) -> None:

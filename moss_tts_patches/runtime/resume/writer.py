@@ -73,6 +73,10 @@ class PointWriter:
         """There is a point of that step: the time to the next begins."""
         self.saved_steps, self._saved_time = steps, time.monotonic()
 
+    def waits_anew(self) -> None:
+        """A point was not written: the next is due when as much time has passed again, and not at every step."""
+        self._saved_time = time.monotonic()
+
     def is_due(self, steps: int) -> bool:
         """Whether a point is wanted now."""
         every, minutes = self._options.save_steps, self._options.save_minutes
