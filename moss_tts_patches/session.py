@@ -28,6 +28,7 @@ from .runtime.assembly import make_loop, make_stores, name_parameters
 from .runtime.checkpointing import checkpoint_layers, layer_parameters
 from .runtime.decisions import Decisions
 from .runtime.disk_need import whole_checkpoints
+from .runtime.output_lock import claim
 from .runtime.parked import park_embedding
 from .runtime.position_limit import limit_finder
 from .runtime.precision import settle_precision
@@ -36,7 +37,7 @@ from .runtime.report import StepClock, log
 from .runtime.resume.run import ResumableRun
 from .runtime.resume.writer import ResumeOptions
 from .runtime.run_report import describe_run, end_line, start_lines
-from .runtime.saving import check_texts, finish_interrupted_saves, written_once
+from .runtime.saving import finish_interrupted_saves, written_once
 from .runtime.stores import Stores
 from .runtime.training_data import TrainingData, steps_of_training
 from .runtime.training_loop import TrainingLoop
@@ -124,8 +125,9 @@ class Session:
         model_path = str(getattr(namespace, "model_path", ""))
         if self.adapters is not None:
             self.adapters.started(model_path, getattr(namespace, "learning_rate", None))
+        if self.watch.is_main:  # before a resume point is looked for: a training that is just ending may write one
+            claim(self.output_folder)
         with ending_the_run():
-            check_texts({**self.settings.model_dump(), **vars(namespace)})
             self.resume.started(self.output_folder, vars(namespace), is_main=self.watch.is_main)
         self.watch.started(self.output_folder)
         if self.settings.preflight == "1":
@@ -220,8 +222,8 @@ class Session:
             save = self._adapter_checkpoints.save_pretrained
             self.ledger.apply(model, "save_pretrained", save, "an adapter instead of the whole model")
         else:
-            once = written_once(model.save_pretrained)
-            self.ledger.apply(model, "save_pretrained", once, "weights are written by the main process alone")
+            save = written_once(model.save_pretrained)
+            self.ledger.apply(model, "save_pretrained", save, "weights are written by the main process alone")
         if self.decisions.checkpoints_layers:
             self.enable_checkpointing()
         self.stores = make_stores(self)
@@ -261,6 +263,7 @@ class Session:
         if not self.parallel.owns_optimizer:
             self._optimizer_prepared(wrapper)
         if self.accelerator.is_main_process:
+            claim(self.output_folder, makes=True)
             self.record.started(self.output_folder, self.accelerator.device, describe_run(self))
         own_loader = next((item for item in prepared if hasattr(item, "base_dataloader")), None)
         micro_batches = self.data.micro_batches if own_loader is None else len(own_loader)

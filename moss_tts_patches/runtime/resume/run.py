@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..saving import check_texts
 from . import random_states
 from .equality import check_equality
 from .identity import base_fingerprint, model_fingerprint, records_fingerprint
@@ -119,7 +120,9 @@ class ResumableRun:
 
         Raises:
             StateError: the point is not whole, or belongs to another training.
+            EnvironmentProblem: a path could be noted in no point and no checkpoint.
         """
+        check_texts({**self._facts["settings"], **arguments})
         self._writer.root, self._arguments = output_folder.resolve() / FOLDER, dict(arguments)
         self._facts["arguments"] = {name: value for name, value in arguments.items() if _is_plain(value)}
         if is_main:
