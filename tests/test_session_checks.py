@@ -55,6 +55,17 @@ def test_fp16_weights_are_refused_on_any_card(monkeypatch):
     make_session().parsed(arguments("bf16"))
 
 
+def test_the_output_folder_is_ours_before_a_resume_point_is_looked_for(monkeypatch):
+    """A training that is just ending may still write one."""
+    events = []
+    monkeypatch.setenv("MOSS_LOWMEM_PREFLIGHT", "0")
+    monkeypatch.setattr("moss_tts_patches.session.claim", lambda folder, **_: events.append(str(folder)))
+    session = make_session()
+    monkeypatch.setattr(session.resume, "started", lambda *_, **__: events.append("looked"))
+    session.parsed(types.SimpleNamespace(seed=42, mixed_precision="no", output_dir="out"))
+    assert events == ["out", "looked"]
+
+
 def test_an_engine_that_the_layer_does_not_know_is_refused_in_one_line():
     accelerator = types.SimpleNamespace(num_processes=2, distributed_type=DistributedType.MULTI_XPU)
     with pytest.raises(SystemExit, match="The layer knows one process, DDP, FSDP and DeepSpeed ZeRO"):
