@@ -193,8 +193,8 @@ class FakeWandb(types.ModuleType):
         self.rows.setdefault(step, {}).update(values)
 
 
-def record_two_steps(folder: Path, done: int = 0) -> RunRecord:
-    record = RunRecord("0")
+def record_two_steps(folder: Path, done: int = 0, record: RunRecord | None = None) -> RunRecord:
+    record = record or RunRecord("0")
     record.started(folder, torch.device("cpu"), {"family": "x"})
     record.begins(done, 4)
     for step in (done + 1, done + 2):
@@ -214,6 +214,18 @@ def test_tensorboard_gets_every_step_and_drops_what_is_done_again(tmp_path: Path
     record.ended()
     record.ended()
     assert writer.closed
+
+
+def test_no_training_ends_because_tensorboard_meets_a_full_disk(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    class Full(Writer):
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Full))
+    record = RunRecord("0", print)
+    assert record_two_steps(tmp_path, record=record) is record
+    said = "warning: TensorBoard: No space left on device; it gets no more steps"
+    assert capsys.readouterr().out.splitlines() == [said]
 
 
 def test_tensorboard_is_not_needed(tmp_path: Path, monkeypatch: Any) -> None:

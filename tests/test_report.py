@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,31 @@ def test_lines_are_appended_and_numbers_without_a_word_are_null(tmp_path: Path) 
     log.close()
     LineLog(path).write({"step": 2})
     assert [one["step"] for one in lines(path)] == [1, 2]
+
+
+def test_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two checkpoints the log is all that is written: a minute without room must not end the training."""
+    said: list[str] = []
+    path = tmp_path / LOG_NAME
+    log = LineLog(path, say=said.append)
+    log.write({"step": 1})
+    write = os.write
+    for room in (0, 5):
+        with monkeypatch.context() as patch:
+            rooms = iter([room] * (room > 0))
+
+            def until_full(file: int, data: bytes, rooms: Iterator[int] = rooms) -> int:
+                left = next(rooms, 0)
+                if not left:
+                    raise OSError(28, "No space left on device")
+                return write(file, data[:left])
+
+            patch.setattr(os, "write", until_full)
+            log.write({"step": 2})
+            log.write({"step": 3})
+    log.write({"step": 4})
+    assert [line["step"] for line in lines(path)] == [1, 4]
+    assert said == [f"warning: {LOG_NAME}: No space left on device; steps are left out until it can be written"]
 
 
 @pytest.mark.parametrize("torn", ['{"step": 3, "lo', "\0" * 200_000, "x"])

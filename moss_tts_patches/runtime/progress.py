@@ -29,26 +29,56 @@ class LineLog:
 
     A line is one write to a file opened for appending, so nothing else can come between its bytes. What a crash of the
     machine left of a last line is cut off when the file is opened again.
+
+    Args:
+        path: of the file.
+        clock: seconds.
+        say: logs a line when a disk takes no more: no training ends for its log.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, path: Path, clock: Callable[[], float] = time.monotonic, say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self._name, self._say, self._works = path.name, say, True
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
         self._clock, self._on_disk = clock, clock()
         _cut_torn_line(self._file)
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Appends one line; numbers that JSON has no word for become null."""
+        """Appends one line, or none where the disk is full; numbers that JSON has no word for become null."""
         line = (json.dumps(_without_nan(values), ensure_ascii=False) + "\n").encode()
-        written = os.write(self._file, line)
-        while written < len(line):  # a full disk, or a signal, after a part
-            written += os.write(self._file, line[written:])
-        if self._clock() - self._on_disk >= _SECONDS_TO_DISK:
-            os.fsync(self._file)
-            self._on_disk = self._clock()
+        with self._whatever_the_disk_says():
+            self._append(line)
+            if self._clock() - self._on_disk >= _SECONDS_TO_DISK:
+                os.fsync(self._file)
+                self._on_disk = self._clock()
+            self._works = True
+
+    def _append(self, line: bytes) -> None:
+        before, written = os.fstat(self._file).st_size, 0
+        try:
+            while written < len(line):  # a full disk, or a signal, may let a part pass
+                written += os.write(self._file, line[written:])
+        except OSError:
+            if written:
+                os.ftruncate(self._file, before)
+            raise
+
+    @contextmanager
+    def _whatever_the_disk_says(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if self._works:
+                self._say(
+                    f"warning: {self._name}: {error.strerror or error}; steps are left out until it can be written"
+                )
+            self._works = False
 
     def close(self) -> None:
-        os.fsync(self._file)
+        with self._whatever_the_disk_says():
+            os.fsync(self._file)
         os.close(self._file)
 
 

@@ -45,7 +45,7 @@ class RunRecord:
             device: whose memory is read.
             about: the run.
         """
-        self._folder, self._log = folder, LineLog(folder / LOG_NAME)
+        self._folder, self._log = folder, LineLog(folder / LOG_NAME, say=self._say)
         self._log.write(about)
         self._recorder = StepRecorder(self._log, lambda: read_memory(device))
 
@@ -111,8 +111,12 @@ class RunRecord:
         if self._recorder is not None:
             epoch = self.micro_batches / (micro_batches_per_epoch or 1)
             values = self._recorder.step(number, epoch, lr, self.gradient_norm, skipped)
-            for outlet in self._outlets:
-                outlet.step(values)
+            for outlet in [*self._outlets]:
+                try:
+                    outlet.step(values)
+                except OSError as error:  # TensorBoard's own thread met a full disk; no training ends for that
+                    self._say(f"warning: {type(outlet).__name__}: {error.strerror or error}; it gets no more steps")
+                    self._outlets.remove(outlet)
         self.gradient_norm = None
 
     def validation(self, values: dict[str, Any]) -> None:
