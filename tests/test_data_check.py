@@ -139,6 +139,18 @@ def test_a_right_record_passes(tmp_path: Path, record: Any, rules: RecordRules) 
     assert (report.records, report.kept, report.faults) == (1, 1, [])
 
 
+def test_records_without_a_prompt_are_mentioned(tmp_path: Path) -> None:
+    """Upstream takes them; with a misspelt key it would train on a whole corpus without its texts."""
+    nothing = {"id": "a", "Text": "hello", "audio_codes": CODES}
+    report = check(
+        write(tmp_path / "a.jsonl", speech(), nothing, speech(text=" "), {**nothing, "ambient_sound": "rain"})
+    )
+    assert report.kept == 4 and not report.faults
+    assert "note: 2 of 4 records have no text and no other field of a prompt" in "\n".join(report.summary())
+    assert not check(write(tmp_path / "b.jsonl", speech())).notes
+    assert not check(write(tmp_path / "c.jsonl", talk(TURN)), TALK).notes
+
+
 def test_references_that_have_to_be_encoded_are_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", speech(reference=["a.wav", None, "b.wav"]), speech(ref_audio_codes=CODES))
     report = check(path)

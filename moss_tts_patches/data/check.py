@@ -106,6 +106,11 @@ class RecordCheck:
         shards = missing_shards(self._report.files)
         if shards is not None:
             self._report.notes.append(shards)
+        if self._report.without_prompt:
+            self._report.notes.append(
+                f"{self._report.without_prompt} of {self._report.kept} records have no text and no other field of a "
+                "prompt: they teach audio that nothing asks for. Is a key misspelt?"
+            )
         return self._report
 
     def _settle(self, path: Path, pending: list[Examined]) -> Iterator[dict[str, Any]]:
@@ -136,6 +141,7 @@ class RecordCheck:
         report.supervised += size.supervised
         report.frames += size.frames
         report.references_without_codes += size.references_without_codes
+        report.without_prompt += not item.audio.has_prompt
         self._hash.update(item.digest)
 
     def _leave_out(self, place: Place, identity: str, fault: RecordFault) -> None:

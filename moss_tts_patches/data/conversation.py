@@ -40,6 +40,7 @@ class ConversationAudio:
 
     turns: tuple[Turn, ...]
     voice: int | None = None
+    has_prompt = True  # a turn without a text is a fault
 
     @property
     def frames(self) -> int:

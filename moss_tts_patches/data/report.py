@@ -35,6 +35,7 @@ class DataReport:
         longest: place and id of the kept record with the most positions.
         references_without_codes: reference audio files that the trainer has to encode, in kept records; their frames
             are in no number here.
+        without_prompt: kept records that hold an audio, and nothing that says what it is.
         fingerprint: of the kept records' text, in order; the files' names do not matter.
         notes: what else a reader should know.
     """
@@ -51,6 +52,7 @@ class DataReport:
     frames: int = 0
     longest: tuple[Place, str] | None = None
     references_without_codes: int = 0
+    without_prompt: int = 0
     fingerprint: str = ""
     notes: list[str] = field(default_factory=list)
 

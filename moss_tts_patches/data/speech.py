@@ -46,6 +46,11 @@ class SpeechAudio:
     without_codes: int = 0
 
     @property
+    def has_prompt(self) -> bool:
+        """Whether anything says what is to be heard; upstream needs no field in particular."""
+        return any(str(value).strip() for value in self.fields.values())
+
+    @property
     def voices(self) -> list[int]:
         return [frames for frames in self.references or () if frames is not None]
 
