@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -251,9 +252,9 @@ def test_only_our_leftovers_of_dead_processes_are_touched(tmp_path, dead_process
 def test_a_zombie_is_dead(tmp_path):
     with subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as process:
         process.stdout.read()  # ends with the process, whose status nobody has asked for yet
-        deadline = 100
-        while deadline and Path(f"/proc/{process.pid}/stat").read_text().split()[2] != "Z":
-            deadline -= 1
+        until = time.monotonic() + 20  # it closes its output a while before it has ended, on a crowded machine
+        while time.monotonic() < until and Path(f"/proc/{process.pid}/stat").read_text().split()[2] != "Z":
+            time.sleep(0.01)
         write(tmp_path / f"{NAME}.incomplete-{process.pid}", OLD)
         finish_interrupted_saves(tmp_path)
         assert not leftovers(tmp_path)
