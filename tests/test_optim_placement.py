@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import os
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,7 +109,7 @@ def test_page_locked_memory_is_released_with_its_storage_and_not_before(monkeypa
     monkeypatch.setattr(placement, "lock_pages", lambda address, size: locked.append((address, size)) or True)
     monkeypatch.setattr(placement, "unlock_pages", released.append)
     buffer = empty_host(100, torch.float32, pinned=True)
-    assert locked == [(buffer.data_ptr(), 400)]
+    assert locked == [(buffer.data_ptr(), mmap.PAGESIZE)]
     view = buffer[10:20]
     del buffer
     gc.collect()
@@ -120,3 +123,26 @@ def test_nothing_is_page_locked_without_a_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(placement, "lock_pages", lambda address, size: pytest.fail("registered"))
     empty_host(100, torch.uint8)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux says which pages a process has")
+@pytest.mark.parametrize("numel", [10, 2**20 + 7])
+@pytest.mark.parametrize("accepted", [True, False])
+def test_forked_processes_do_not_have_page_locked_memory(monkeypatch, numel, accepted):
+    """Linux would copy every page of it for each data loading worker."""
+    monkeypatch.setattr(placement, "lock_pages", lambda address, size: accepted)
+    monkeypatch.setattr(placement, "unlock_pages", lambda address: None)
+    monkeypatch.setattr(placement, "_warned_unpinned", True)
+    buffer = empty_host(numel, torch.float32, pinned=True)
+    assert buffer.fill_(1).sum() == numel and buffer.shape == (numel,)
+    first, last = buffer.data_ptr(), buffer.data_ptr() + 4 * numel - 1
+    assert has_pages(first) and has_pages(last)
+    child = os.fork()
+    if not child:
+        os._exit(10 * has_pages(first) + has_pages(last))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if accepted else 11)
+
+
+def has_pages(address: int) -> bool:
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
