@@ -25,6 +25,7 @@ from gpu_runs import Figures, Meter, memory_bandwidth, run_layer, run_upstream
 from machine import describe_run
 
 from moss_tts_patches.families import FAMILIES
+from moss_tts_patches.memory.placement import available_host_bytes
 from moss_tts_patches.memory.rungs import MicroBatch, Rung
 from moss_tts_patches.memory.simulate import simulate_rung
 from moss_tts_patches.memory.upstream_source import SOURCES, load_classes
@@ -95,7 +96,7 @@ def why_not(job: Job, cap_gib: float | None, card_gib: float | None, seconds_lef
     if cap_gib is not None and card_gib is not None and cap_gib > card_gib:
         return f"left out: the card has {card_gib:.1f} GiB"
     wanted = job.host_bytes + HOST_BESIDE_GIB * GIB
-    available = psutil.virtual_memory().available
+    available = available_host_bytes() or psutil.virtual_memory().available  # a container's limit counts
     if card_gib is not None and wanted > available:
         return f"left out: {wanted / GIB:.1f} GiB of RAM are needed, {available / GIB:.1f} available"
     if seconds_left < SECONDS_A_RUN:

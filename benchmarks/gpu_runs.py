@@ -222,7 +222,10 @@ def run_layer(family: Family, model_class: Any, config: Any, batch: MicroBatch, 
                 parking.weights_changed()
             optimizer.zero_grad()
 
-        figures = train(meter, micro_batch, step)
+        try:
+            figures = train(meter, micro_batch, step)
+        finally:  # out of memory or not: its hooks would keep the weights on the GPU for the runs to come
+            store.detach()
     if rung.gradients == rung.states == "device":
         figures.optimizer_bytes = least_optimizer_bytes(model)
     return figures

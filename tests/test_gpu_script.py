@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from small_families import SMALL
 from tolerances import TOLERANCES
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import gpu  # noqa: E402
-from gpu_runs import HostTraffic, least_optimizer_bytes  # noqa: E402
+from gpu_runs import HostTraffic, Meter, least_optimizer_bytes, run_layer  # noqa: E402
+
+from moss_tts_patches.memory.rungs import MicroBatch, Rung  # noqa: E402
 
 
 @pytest.mark.upstream
@@ -79,6 +84,30 @@ def test_running_out_of_memory_is_a_result():
     assert gpu.under_cap(None, None, run) is None
     row = gpu.Row("fused", 8.0, "out of memory")
     assert gpu.describe(row).split() == ["8", "GiB", "fused", "out", "of", "memory"]
+
+
+@pytest.mark.parametrize("runs_out", [False, True])
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_a_run_leaves_nothing_on_the_gpu(placement, runs_out):
+    """Else the second run would meet a card that is half full, and be measured with the first one's weights."""
+    small, made = SMALL["moss_tts_delay"], []
+
+    def model_class(config):
+        model = small.model_class(config)
+        made.extend(weakref.ref(parameter) for parameter in model.parameters())
+        if runs_out:
+            small.family.backbone(model).layers[1].register_full_backward_hook(run_out)
+        return model
+
+    def run_out(*_):
+        raise torch.OutOfMemoryError
+
+    rung = Rung("staged", gradients=placement, states=placement, weights=placement)
+    config, meter = small.family.shrunken_config(small.config_class()), Meter(torch.device("cpu"))
+    run = lambda: run_layer(small.family, model_class, config, MicroBatch(1, 8, 4), rung, meter)  # noqa: E731
+    assert (gpu.under_cap(None, None, run) is None) is runs_out
+    gc.collect()
+    assert made and not [parameter for parameter in made if parameter() is not None]
 
 
 def test_the_bytes_of_an_optimizer_step():
