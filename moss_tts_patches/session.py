@@ -145,6 +145,7 @@ class Session:
         if (change := self.parallel.settle_clipping(self.arguments_parsed, corrected=corrected)) is not None:
             log(f"correction=gradient_clipping {change}")
         self.accelerator = accelerator
+        self.watch.device_known(accelerator.device)
         self.resume.accelerator_created(accelerator.device, accelerator.process_index, accelerator.num_processes)
         self.parallel.check_resume_points(self.resume.options.saves or self.resume.goes_on)
         self.decisions.engine_known(self.parallel)

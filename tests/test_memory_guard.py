@@ -6,9 +6,12 @@ import gc
 import json
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -23,7 +26,9 @@ from moss_tts_patches.memory.oom_report import (
     Situation,
     reporting_out_of_memory,
 )
+from moss_tts_patches.memory.readings import DeviceReading
 from moss_tts_patches.messages import Messages
+from moss_tts_patches.runtime.watch import MachineWatch, Surroundings
 from moss_tts_patches.units import GIB
 
 # -- phases -----------------------------------------------------------------------------------------------------------
@@ -161,6 +166,26 @@ def test_the_guard_keeps_readings_where_somebody_looks_for_them(tmp_path: Path, 
     assert [json.loads(path.read_text())["ended"] for path in tmp_path.iterdir()] == ([True] if looked_for else [])
 
 
+def test_each_process_asks_its_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread's current GPU is the first one, where asking would take 0.3 GiB for each process on another."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: asked.append(device) or (GIB, 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *device: asked.append(device) or 1)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda *device: asked.append(device) or 2)
+    watch = MachineWatch(Surroundings(readings_folder=tmp_path), print)
+    watch.started(tmp_path)
+    assert not asked and watch.guard.situation().device is None  # accelerate has not said yet which one it is
+    watch.device_known(torch.device("cuda:2"))
+    assert watch.guard.situation().device == DeviceReading(8 * GIB, GIB, 1, 2)
+    (path,) = tmp_path.glob("*.json")
+    deadline = time.monotonic() + 30
+    while json.loads(path.read_text())["device"] is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert set(asked) == {(2,)}
+
+
 def test_memory_is_told_apart() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
     model[1].weight = model[0].weight
@@ -169,6 +194,18 @@ def test_memory_is_told_apart() -> None:
     found = device_bytes_by_category(model, cpu, gradients=100, states=50, allocated=1000)
     assert found == {"weights": 256 + 16, "gradients": 100, "states": 50, "other": 1000 - 272 - 150}
     assert device_bytes_by_category(model, torch.device("meta"), gradients=0, states=0, allocated=0)["weights"] == 0
+
+
+@pytest.mark.parametrize(("device", "weights"), [("cuda", 256), ("cuda:1", 256), ("cuda:0", 0), ("cpu", 0)])
+def test_one_process_has_a_gpu_without_an_index(device: str, weights: int) -> None:
+    """accelerate's device is ``cuda`` then, and that of tensors ``cuda:0``."""
+    stand_in = SimpleNamespace(
+        device=torch.device("cuda:1"),
+        untyped_storage=lambda: SimpleNamespace(data_ptr=lambda: 0, nbytes=lambda: 256),
+    )
+    model = cast(torch.nn.Module, SimpleNamespace(parameters=lambda: [stand_in], buffers=list))
+    found = device_bytes_by_category(model, torch.device(device), gradients=0, states=0, allocated=1000)
+    assert found == {"weights": weights, "gradients": 0, "states": 0, "other": 1000 - weights}
 
 
 # -- for real ---------------------------------------------------------------------------------------------------------

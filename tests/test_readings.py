@@ -216,9 +216,9 @@ def test_a_driver_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: 
 
 def test_a_reading_starts_neither_torch_nor_cuda() -> None:
     code = (
-        "import sys; from moss_tts_patches.memory.readings import read_device; first = read_device()\n"
+        "import sys; from moss_tts_patches.memory.readings import read_device; first = read_device(0)\n"
         "seen = 'torch' in sys.modules\nimport torch\n"
-        "print(first, seen, read_device(), torch.cuda.is_initialized())"
+        "print(first, seen, read_device(0), torch.cuda.is_initialized())"
     )
     done = subprocess.run([sys.executable, "-c", code], env=environment_of(), capture_output=True, text=True)
     assert done.stdout == "None False None False\n", done.stderr
@@ -228,10 +228,12 @@ def test_a_device_as_torch_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 8 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 5 * GIB)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 6 * GIB)
-    assert read_device() == DeviceReading(8 * GIB, GIB, 5 * GIB, 6 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (GIB, (8 + index) * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda index: (5 + index) * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: (6 + index) * GIB)
+    assert read_device(0) == DeviceReading(8 * GIB, GIB, 5 * GIB, 6 * GIB)
+    assert read_device(3) == DeviceReading(11 * GIB, GIB, 8 * GIB, 9 * GIB)
+    assert read_device(None) is None
 
 
 @pytest.mark.parametrize(("reserved", "expected"), [(8 * GIB, False), (8 * GIB + 1, True)])

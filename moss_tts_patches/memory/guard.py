@@ -19,7 +19,7 @@ from ..messages import Messages
 from .candidates import Candidate
 from .oom_report import Phase, PhaseTracker, Situation, reporting_out_of_memory
 from .readings import read_device, read_host
-from .watcher import Watcher
+from .watcher import Watcher, current_readings
 
 Candidates = Callable[[], Sequence[Candidate]]
 
@@ -39,6 +39,7 @@ class MemoryGuard:
 
     Attributes:
         folder: the output folder, once it is known.
+        gpu: index of the GPU that this process trains on, once it is known; None without one.
         plan: expected device bytes by category.
         measure: device bytes by category now; asked after a failure only.
         records: id and length in positions of every record of the current batch.
@@ -54,6 +55,7 @@ class MemoryGuard:
         readings_folder: Path | None = None,
     ) -> None:
         self.tracker = PhaseTracker()
+        self.gpu: int | None = None
         self.plan: Mapping[str, int] = {}
         self.measure: Callable[[], Mapping[str, int]] = dict
         self.records: Sequence[tuple[str, int]] = ()
@@ -66,7 +68,7 @@ class MemoryGuard:
         """Starts to keep readings, if somebody looks for them."""
         if self._readings_folder is not None and self._readings_folder.is_dir():
             path = self._readings_folder / f"{os.getpid()}.json"
-            Watcher(path, lambda: self.tracker.current).start()
+            Watcher(path, lambda: self.tracker.current, lambda: current_readings(self.gpu)).start()
 
     def phase(self, name: Phase) -> AbstractContextManager[None]:
         """What the block does; running out of memory in it is reported, and goes on as it is."""
@@ -97,7 +99,7 @@ class MemoryGuard:
             records=list(self.records),
             gpu_candidates=self.gpu_candidates(),
             host_candidates=self.host_candidates(),
-            device=read_device(),
+            device=read_device(self.gpu),
             host=read_host(),
         )
 
@@ -109,7 +111,7 @@ def device_bytes_by_category(
 
     Args:
         model: its parameters and buffers that stand on ``device`` are counted; a tied one counts once.
-        device: of the training.
+        device: of the training; accelerate's has no index where there is one process.
         gradients: bytes that the gradient store holds there.
         states: bytes that the optimizer's states take there.
         allocated: all bytes of live tensors there, by the allocator.
@@ -117,7 +119,7 @@ def device_bytes_by_category(
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in (*model.parameters(), *model.buffers())
-        if tensor.device == device
+        if tensor.device.type == device.type and device.index in (None, tensor.device.index)
     }
     weights = sum(storages.values())
     rest = allocated - weights - gradients - states

@@ -164,16 +164,20 @@ def read_gpus(ask: Callable[[str], str | None] | None = None) -> tuple[GpuReadin
     return tuple(found)
 
 
-def read_device() -> DeviceReading | None:
+def read_device(index: int | None) -> DeviceReading | None:
     """Reads this process's GPU through torch, in microseconds; None where torch has not set one up.
 
     It never starts CUDA by itself: that would cost 0.3 GiB and, in a forked worker, the worker.
+
+    Args:
+        index: of the GPU; None where it is not known. Never torch's current one: every thread begins with the first
+            GPU, and asking for its memory takes those 0.3 GiB there, for each process that trains on another.
     """
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
+    if index is None or torch is None or not torch.cuda.is_initialized():
         return None
-    free, total = torch.cuda.mem_get_info()
-    return DeviceReading(total, free, torch.cuda.memory_allocated(), torch.cuda.memory_reserved())
+    free, total = torch.cuda.mem_get_info(index)
+    return DeviceReading(total, free, torch.cuda.memory_allocated(index), torch.cuda.memory_reserved(index))
 
 
 def _memory_groups(proc: Path, cgroup: Path, pid: int | str) -> Iterator[Path]:

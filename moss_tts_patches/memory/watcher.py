@@ -24,9 +24,9 @@ from .readings import read_device, read_host
 INTERVAL_SECONDS = 1.0
 
 
-def current_readings() -> dict[str, Any]:
-    """Host and GPU memory of this process, as plain values."""
-    device = read_device()
+def current_readings(gpu: int | None = None) -> dict[str, Any]:
+    """Host memory of this process and, by the GPU's index, its GPU's, as plain values."""
+    device = read_device(gpu)
     return {"host": asdict(read_host()), "device": None if device is None else asdict(device)}
 
 

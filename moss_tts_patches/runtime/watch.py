@@ -63,6 +63,11 @@ class MachineWatch:
         self.guard.folder = output_folder if self._surroundings.is_main else None
         self.guard.watch()
 
+    def device_known(self, device: torch.device) -> None:
+        """The trainer's accelerator has chosen this process's device."""
+        if device.type == "cuda":
+            self.guard.gpu = torch.cuda.current_device() if device.index is None else device.index
+
     def check(self, output_folder: Path, model_path: str, whole_checkpoints: int, *, resumes: bool) -> None:
         """Looks for what would end the run hours from now: disk, output folder, memory.
 
