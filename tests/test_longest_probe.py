@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from small_models import FAMILY, Ours, speech_batch, tiny_model
+from test_session_checks import make_loop
+from tolerances import TOLERANCES
 from torch.utils.data import DataLoader, Dataset
 
+from moss_tts_patches.memory.card import StorePlacement
+from moss_tts_patches.memory.tracker import StorageTracker
+from moss_tts_patches.optim.gradients import DeviceGradients
+from moss_tts_patches.optim.host_gradients import HostGradients
+from moss_tts_patches.optim.optimizers import AdamW8bit
 from moss_tts_patches.runtime.longest_probe import generators_restored, longest_records, probe_longest
 
 LENGTHS = [5, 9, 2, 9, 7, 1]
@@ -127,3 +137,54 @@ def _out_of_memory() -> None:
 def test_lengths_of_another_data_set_are_refused() -> None:
     with pytest.raises(ValueError, match="3 lengths for 6 records"):
         probe_longest(Records(), collate, [1, 2, 3], 1, print, print)
+
+
+@pytest.mark.parametrize(("placement", "accumulation", "runs"), [("device", 2, 2), ("device", 1, 1), ("host", 2, 1)])
+def test_the_trial_needs_what_the_steps_to_come_need(placement: str, accumulation: int, runs: int) -> None:
+    """Gradients of a step's first micro-batch and states are on the GPU when the longest records come later."""
+    model, batch = tiny_model(), speech_batch(24)
+    store = DeviceGradients() if placement == "device" else HostGradients()
+    ours = Ours("fused", scale=1 / accumulation, store=store)
+    optimizer = AdamW8bit(model.named_parameters(), gradients=store)
+    forwards = []
+
+    def backward(loss: torch.Tensor) -> None:
+        (loss / accumulation).backward()
+        store.end_micro_batch(ours.context.expected_contributions)
+
+    def training_output(*arguments: Any) -> Any:
+        forwards.append(arguments)
+        return FAMILY.training_output(*arguments)
+
+    accelerator = SimpleNamespace(
+        gradient_accumulation_steps=accumulation,
+        no_sync=lambda model: nullcontext(),
+        device=torch.device("cpu"),
+        backward=backward,
+    )
+    loop = make_loop(
+        print,
+        family=SimpleNamespace(training_output=training_output),
+        accelerator=accelerator,
+        context=ours.context,
+        stores=SimpleNamespace(placement=StorePlacement(placement, "device")),
+        data=SimpleNamespace(try_longest=lambda batch, run, drop: (run(batch), drop())),
+        watch=SimpleNamespace(guard=SimpleNamespace(phase=lambda name: nullcontext())),
+        optimizer=optimizer,
+    )
+    with StorageTracker() as tracker:
+        tracker.watch(model.parameters())
+        store.attach(model.named_parameters())
+        optimizer.reserve_states()
+        tracker.reset_peak()
+        loop._try_longest(model, batch)
+        tried = tracker.peak_bytes
+        assert len(forwards) == runs
+        for _ in range(2):
+            tracker.reset_peak()
+            for _ in range(accumulation):
+                backward(ours.loss(model, batch))
+            needed = tracker.peak_bytes
+            optimizer.step()
+            optimizer.zero_grad()
+    assert tried == pytest.approx(needed, rel=TOLERANCES["simulated_peak_relative"])

@@ -72,7 +72,7 @@ def _piece_bounds(parameter: torch.Tensor) -> list[tuple[int, int]]:
 
 
 class StateStore:
-    """Base of the stores. States come into being as zeros when a parameter is first stepped.
+    """Base of the stores. States come into being as zeros.
 
     Args:
         layout_of: tells which states a parameter has.
@@ -118,6 +118,11 @@ class DeviceStates(StateStore):
     def __init__(self, layout_of: Callable[[torch.Tensor], Layout]) -> None:
         super().__init__(layout_of)
         self._states: dict[nn.Parameter, Tensors] = {}
+
+    def reserve(self, parameters: Sequence[nn.Parameter]) -> None:
+        # Now: what is tried before the first step has to find the card as full as it will be after it.
+        for parameter in parameters:
+            self.read(parameter)
 
     def pieces(self, parameter: nn.Parameter) -> Iterator[Piece]:
         layout, states = self._layout_of(parameter), self.read(parameter)

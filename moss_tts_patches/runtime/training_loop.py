@@ -140,13 +140,18 @@ class TrainingLoop:
     def _try_longest(self, model: Any, batch: dict[str, Any]) -> None:
         """Runs the longest records forward and backward before the first micro-batch; nothing of it stays."""
 
+        # From a step's second micro-batch on, gradients on the GPU are there when the forward begins.
+        accumulates = self.accelerator.gradient_accumulation_steps > 1 and self.stores.placement.gradients == "device"
+
         def run(longest: dict[str, Any]) -> None:
-            # Gradients that nobody keeps need not meet those of other processes.
-            with self.accelerator.no_sync(model):
-                loss = self._training_forward(model, longest).loss.float()
-                # The trainer calls backward outside the autocast that the model's forward stands in.
-                with torch.autocast(self.accelerator.device.type, enabled=False):
-                    self.accelerator.backward(loss)
+            for _ in range(2 if accumulates else 1):
+                # Gradients that nobody keeps need not meet those of other processes.
+                with self.accelerator.no_sync(model):
+                    loss = self._training_forward(model, longest).loss.float()
+                    # The trainer calls backward outside the autocast that the model's forward stands in.
+                    with torch.autocast(self.accelerator.device.type, enabled=False):
+                        self.accelerator.backward(loss)
+                del loss
 
         self.data.try_longest(batch, run, self.optimizer.zero_grad)
 
