@@ -28,6 +28,7 @@ from .runtime.assembly import make_loop, make_stores, name_parameters
 from .runtime.checkpointing import checkpoint_layers, layer_parameters
 from .runtime.decisions import Decisions
 from .runtime.disk_need import whole_checkpoints
+from .runtime.named_model import check_named_model
 from .runtime.output_lock import claim
 from .runtime.parked import park_embedding
 from .runtime.position_limit import limit_finder
@@ -123,6 +124,7 @@ class Session:
         self.arguments_parsed = namespace
         settle_precision(namespace, full=self.adapters is None, log=log)
         model_path = str(getattr(namespace, "model_path", ""))
+        check_named_model(model_path, self.family.name)
         if self.adapters is not None:
             self.adapters.started(model_path, getattr(namespace, "learning_rate", None))
         if self.watch.is_main:  # before a resume point is looked for: a training that is just ending may write one
@@ -187,6 +189,8 @@ class Session:
     @ending_the_run()
     def before_model_load(self, model_class: Any, config: Any) -> None:
         """Checks upstream's structure and mathematics while nothing expensive has happened."""
+        # Again: the first time the trainer had not downloaded a model of a hub yet.
+        check_named_model(str(getattr(self.arguments_parsed, "model_path", "")), self.family.name)
         self.family.check_class(model_class)
         with self.parallel.building(), torch.device("meta"), torch.random.fork_rng(devices=[]):
             structure = model_class(config)

@@ -464,6 +464,17 @@ def test_a_processor_of_another_make_gives_upper_bounds() -> None:
     assert problem is not None and "AttributeError" in problem
 
 
+def test_another_number_of_codebooks_on_the_command_line_is_refused_before_the_model_loads(tmp_path: Path) -> None:
+    def build_processor(model_path: str) -> Any:
+        return SimpleNamespace(model_config=SimpleNamespace(n_vq=5))
+
+    trainer = {"build_processor": build_processor}
+    for given in (None, 5):
+        counting(trainer, SimpleNamespace(model_path="m", n_vq=given), rules_of)
+    with pytest.raises(DataError, match="--n-vq 8, but the model m has 5 codebooks"):
+        counting(trainer, SimpleNamespace(model_path="m", n_vq=8), rules_of)
+
+
 def test_a_processor_without_a_config_takes_the_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"n_vq": 4}', encoding="utf-8")
     trainer = {"build_processor": lambda model_path: SimpleNamespace()}

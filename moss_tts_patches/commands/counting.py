@@ -31,7 +31,8 @@ def rules_and_counter(
     name = family if family is not None else family_of_config(() if config is None else vars(config))
     if name is None:
         raise DataError(
-            f"data: of which family are the records? Name a checkpoint (--model-path), or one of {SUPPORTED}."
+            "data: of which family are the records? Name a checkpoint (--model-path), or the family (--family), one of "
+            f"{', '.join(SUPPORTED)}."
         )
     problem = family_problem(name)
     if problem is not None:

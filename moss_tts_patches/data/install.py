@@ -66,10 +66,19 @@ def counting(
         record_rules: the family's, from a model's config.
 
     Raises:
+        DataError: ``--n-vq`` is not the model's number of codebooks.
         SeamError: the trainer builds its processor in another way than this version knows.
     """
     processor = training_processor(trainer, arguments)
     rules = record_rules(model_config(processor, arguments.model_path))
+    wanted = getattr(arguments, "n_vq", None)
+    # The speech trainers compare it with every record, but only once a batch is made; records are the model's width.
+    if rules.layout == "speech" and wanted not in (None, rules.codebooks):
+        raise DataError(
+            f"data: --n-vq {wanted}, but the model {arguments.model_path} has {rules.codebooks} codebooks (n_vq in its "
+            "config.json), and so must the records have. Leave --n-vq out of TRAIN_EXTRA_ARGS_STR, or prepare "
+            f"the data and train with --n-vq {rules.codebooks}."
+        )
     try:
         return rules, make_counter(rules, processor), None
     except Exception as error:  # a processor that is built otherwise inside; training itself is not at risk

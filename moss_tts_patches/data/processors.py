@@ -58,15 +58,23 @@ def model_config(processor: Any, model_path: str | Path) -> Any:
 def stored_config(model_path: str | Path) -> SimpleNamespace:
     """Reads a checkpoint's ``config.json`` as plain values.
 
+    Args:
+        model_path: its folder, or its name on a model hub, whose file is downloaded as the trainer itself would.
+
     Raises:
         DataError: there is none.
     """
     path = Path(model_path) / "config.json"
     try:
+        if not Path(model_path).is_dir():
+            from transformers.utils import cached_file
+
+            path = Path(str(cached_file(str(model_path), "config.json")))
         return SimpleNamespace(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise DataError(
-            f"data: {path} cannot be read as a model's config ({error}). Expected a downloaded checkpoint's folder."
+            f"data: {path} cannot be read as a model's config ({error}). Expected a checkpoint's folder, or its name "
+            "on a model hub."
         ) from None
 
 
