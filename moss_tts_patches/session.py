@@ -345,6 +345,11 @@ class Session:
     def _resumed(self, steps: int) -> None:
         self.clock.go_on_from(steps)
         self.record.micro_batches = self.resume.position.micro_batches
+        if steps == self.loop.total_steps:
+            log(
+                f"resume: this training had come to its end (step {steps} of {steps}), and nothing is trained now. For "
+                "another one set OUTPUT_DIR to a new folder, or MOSS_LOWMEM_RESUME=off to train this one anew."
+            )
 
     def say_once(self, line: str) -> None:
         """Logs a line the first time it is said."""

@@ -87,6 +87,10 @@ REFUSALS = {
         lambda a, b: (a / "adapter_model.safetensors").rename(a / "adapter_model.bin"),
         "found adapter_model.bin, which may run code",
     ),
+    "a whole checkpoint": (
+        lambda a, b: (a / "adapter_config.json").rename(a / "config.json"),
+        "found a whole checkpoint, .*nothing to merge",
+    ),
     "merged already": (lambda a, b: record_of("x", kind="merged").write(a), "there is nothing to merge"),
     "a broken record": (lambda a, b: (a / "lowmem.json").write_text("{"), "lowmem.json: not JSON"),
     "not finite": (

@@ -271,14 +271,14 @@ def test_plan_and_validation_are_drawn_where_there_are_any(tmp_path: Path) -> No
     assert "validation" not in loss
     assert list(memory["gpu peak, planned"].get_ydata()) == [2.0, 2.0]
     log = LineLog(tmp_path / LOG_NAME)
-    log.write({"plan_bytes": {}})
+    log.write({"plan_bytes": {}, "plan": None})
     log.write({"step": 4, "valid_loss": 3.5})
     log.write({"step": 8, "valid_loss": 2.25})
     loss, memory = drawn(tmp_path)
     assert [list(loss["validation"].get_xdata()), list(loss["validation"].get_ydata())] == [[4, 8], [3.5, 2.25]]
     assert set(memory) == {"host", "gpu peak"}
     page = write_report(tmp_path)[-1].read_text(encoding="utf-8")
-    assert "2.2500 at step 8" in page and "planned" not in page
+    assert "2.2500 at step 8" in page and "planned" not in page and "None" not in page
 
 
 def test_another_training_is_another_picture(tmp_path: Path) -> None:

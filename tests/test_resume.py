@@ -127,6 +127,7 @@ def test_weights_are_bit_equal_from_every_step(server, inputs, tmp_path, family,
         resumed = _run(run, tmp_path / f"from-{step}", environment={**environment, "MOSS_LOWMEM_RESUME": str(point)})
         assert [s.number for s in resumed.steps] == list(range(step + 1, STEPS + 1))
         assert resumed.losses == whole.losses[step:]
+        assert len(lines(resumed, "had come to its end .*nothing is trained now")) == (step == STEPS)
         assert [s.rate for s in resumed.steps] == [s.rate for s in whole.steps[step:]]
         # A checkpoint of an epoch before the point is not written again.
         left = {name: tensors for name, tensors in expected.items() if step <= 3 or name != sorted(expected)[0]}

@@ -75,6 +75,11 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
+        if (folder / "config.json").is_file():
+            raise StateError(
+                f"adapter {folder}: found a whole checkpoint, expected an adapter's folder as PEFT saves it. There is "
+                "nothing to merge: use it as it is."
+            ) from None
         raise StateError(f"adapter {path}: {error.strerror}. Expected a folder as PEFT saves it.") from None
     except ValueError as error:
         raise StateError(f"adapter {path}: not JSON ({error}). Copy the folder again.") from None

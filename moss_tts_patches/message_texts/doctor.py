@@ -58,8 +58,8 @@ DOCTOR_TEXTS: dict[str, tuple[str, str]] = {
         "{gpu} 不支持 bf16 运算（计算能力 {found}；需要 8.0 及以上）。",
     ),
     "no_bf16.do": (
-        "Train with --mixed-precision no (float32, twice the memory); fp16 is refused for full training.",
-        "请使用 --mixed-precision no（float32，内存翻倍）；全参数训练不接受 fp16。",
+        "Train with --mixed-precision no (float32, twice the GPU memory); fp16 is refused for full training.",
+        "请使用 --mixed-precision no（float32，显存翻倍）；全参数训练不接受 fp16。",
     ),
     "vram": ("GPU memory: {free} of {total} are free.", "显存：共 {total}，空闲 {free}。"),
     "vram_held": (

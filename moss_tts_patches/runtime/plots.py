@@ -150,4 +150,4 @@ def _facts(run: RunLog) -> list[tuple[str, Any]]:
     if run.validation:
         best = min(run.validation, key=lambda one: math.inf if one["valid_loss"] is None else one["valid_loss"])
         facts.append(("validation loss, best", f"{_number(best['valid_loss']):.4f} at step {best['step']}"))
-    return facts + [(name, value) for name, value in run.about.items() if name != "plan_bytes"]
+    return facts + [(name, value) for name, value in run.about.items() if name != "plan_bytes" and value is not None]
