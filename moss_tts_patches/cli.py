@@ -25,7 +25,10 @@ CANNOT_RUN = 126  # a shell's own status for a file that is no program
 NOT_FOUND = 127  # a shell's own status for a command that does not exist
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, help="Train MOSS-TTS with its official scripts in less memory."
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Train MOSS-TTS with its official scripts in less memory.",
 )
 
 

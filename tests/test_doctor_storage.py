@@ -181,6 +181,7 @@ def run_doctor(*arguments: str, **variables: str) -> subprocess.CompletedProcess
 def test_the_command_gives_one_json_object(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
+    (model / "config.json").write_text("{}", encoding="utf-8")
     (model / "model-00001-of-00002.safetensors").write_bytes(bytes(3000))
     make_checkpoint(tmp_path / "output", "checkpoint-epoch-0", model_path="another")
     done = run_doctor("--json", "--output-dir", str(tmp_path / "output"), "--model-path", str(model))
@@ -190,6 +191,11 @@ def test_the_command_gives_one_json_object(tmp_path: Path) -> None:
     assert by_check["output"]["severity"] == "error" and str(model) in by_check["output"]["evidence"]
     assert by_check["disk"]["severity"] == "ok" and "3 checkpoint(s)" in by_check["disk"]["evidence"]
     assert set(by_check["save"]) == {"check", "severity", "evidence", "advice"}
+
+
+def test_the_command_refuses_a_model_that_is_not_there(tmp_path: Path) -> None:
+    done = run_doctor("--output-dir", str(tmp_path / "output"), "--model-path", str(tmp_path / "nope"))
+    assert done.returncode == 2 and "found no folder with a config.json of that name" in done.stderr
 
 
 def test_the_command_prints_a_table_in_the_users_language(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def check_quantised(model: nn.Module, expected: list[str]) -> None:
         different = sorted(found ^ set(expected))
         raise SeamError(
             f"qlora: transformers and bitsandbytes quantised {len(found)} layers, expected {len(expected)}; the first "
-            f"that differs is {different[0]}. Use the transformers version named in the README, or "
+            f"that differs is {different[0]}. Use the transformers version named in docs/upgrading.md, or "
             "MOSS_LOWMEM_METHOD=lora."
         )
 

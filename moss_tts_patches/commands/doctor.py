@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .refusal import refuse
+
 if TYPE_CHECKING:
     from ..doctor import Finding
 
@@ -31,12 +33,18 @@ def doctor(
     from ..doctor import run_checks
     from ..doctor.facts import SaveTarget, gather_facts
     from ..doctor.storage import weight_bytes
+    from ..errors import EnvironmentProblem
+    from ..memory.full_ladder import find_checkpoint
     from ..messages import Messages, language_of
 
     say = Messages(language_of(os.environ))
     target = None
+    try:
+        model_folder = None if model_path is None else find_checkpoint(str(model_path))
+    except EnvironmentProblem as error:
+        refuse(error)
     if output_dir is not None:
-        size = None if model_path is None else weight_bytes(model_path)
+        size = None if model_folder is None else weight_bytes(model_folder)
         arguments = {} if model_path is None else {"model_path": str(model_path)}
         target = SaveTarget(output_dir, size, checkpoints, arguments)
     findings = run_checks(

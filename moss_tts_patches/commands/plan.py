@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -64,6 +65,8 @@ def plan(
     from ..memory.methods import SHAPES
     from ..memory.plan_cache import PlanCache, user_cache_folder
 
+    # PEFT imports it, and it asks for a kernel for 4-bit inference on the CPU, which nothing here needs.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     SHAPES.update(adapter_shapes())
     pinned = {key: value for key, value in (("method", method), ("chunk_frames", chunk_frames)) if value is not None}
     try:

@@ -190,6 +190,6 @@ def find_checkpoint(name: str) -> Path:
     if isinstance(found, str):
         return Path(found).parent
     raise EnvironmentProblem(
-        f"model {name}: found no folder with a config.json of that name and no cached hub repository. Download it "
-        f"(hf download {name}), or plan without it: --family and --size."
+        f"model {name}: found no folder with a config.json of that name and no cached hub repository. Correct the "
+        "path, download the model (hf download OWNER/NAME), or leave it out (moss-lowmem plan: --family and --size)."
     )
