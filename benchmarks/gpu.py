@@ -15,7 +15,7 @@ import gc
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -118,9 +118,9 @@ def under_cap(cap_gib: float | None, card_gib: float | None, run: Callable[[], F
             torch.cuda.empty_cache()
 
 
-def measure(arguments: argparse.Namespace, device: torch.device, bandwidth: float | None) -> list[Row]:
-    """Returns a row for each run under each cap, and one without a cap."""
-    began, meter, rows = time.monotonic(), Meter(device), []
+def measure(arguments: argparse.Namespace, device: torch.device, bandwidth: float | None) -> Iterator[Row]:
+    """Yields a row for each run under each cap, and one without a cap."""
+    began, meter = time.monotonic(), Meter(device)
     card = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else None
     jobs = jobs_of(arguments, meter)
     for cap in [*arguments.caps, None] if card is not None else [None]:
@@ -133,9 +133,7 @@ def measure(arguments: argparse.Namespace, device: torch.device, bandwidth: floa
                 row.figures = found or row.figures
             if bandwidth and row.figures.optimizer_bytes:
                 row.of_bandwidth = row.figures.optimizer_bytes / row.figures.optimizer_kernel_seconds / bandwidth
-            rows.append(row)
-            print(describe(row), flush=True)
-    return rows
+            yield row
 
 
 def describe(row: Row) -> str:
@@ -178,12 +176,13 @@ def main() -> None:
     if not os.environ.get("MOSS_TTS_REPO"):
         raise SystemExit("benchmarks/gpu.py: MOSS_TTS_REPO is not set. Expected a checkout of OpenMOSS/MOSS-TTS.")
     bandwidth = memory_bandwidth(device)
-    rows = measure(arguments, device, bandwidth)
-    if arguments.json:
-        shape = {name: getattr(arguments, name) for name in ("family", "size", "positions", "supervised", "tiny")}
-        document = {**describe_run(PACKAGES, device), **shape, "memory_bandwidth": bandwidth}
-        document["rows"] = [asdict(row) for row in rows]
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    shape = {name: getattr(arguments, name) for name in ("family", "size", "positions", "supervised", "tiny")}
+    document = {**describe_run(PACKAGES, device), **shape, "memory_bandwidth": bandwidth, "rows": []}
+    for row in measure(arguments, device, bandwidth):
+        print(describe(row), flush=True)
+        document["rows"].append(asdict(row))
+        if arguments.json:  # each time: an error of CUDA's ends the process
+            arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -6,4 +6,7 @@
 set -euo pipefail
 unset CDPATH
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-exec "${PYTHON:-python3}" benchmarks/gpu.py --minutes 7.5 --json benchmarks/results/gpu.json "$@"
+python="${PYTHON:-python3}"
+# As a training is started: with the allocator's settings, and with a word about what killed it.
+exec "$python" -m moss_tts_patches.launch.supervise "$python" benchmarks/gpu.py --minutes 7.5 \
+  --json benchmarks/results/gpu.json "$@"

@@ -22,9 +22,8 @@ from .errors import SeamError, ending_the_run
 from .families.family import Family
 from .families.self_check import check_against_upstream
 from .ledger import Ledger
-from .optim import build_optimizer
 from .runtime.adapter_checkpoints import AdapterCheckpoints
-from .runtime.assembly import make_loop, make_stores, name_parameters
+from .runtime.assembly import make_loop, make_optimizer, make_stores
 from .runtime.checkpointing import checkpoint_layers, layer_parameters
 from .runtime.decisions import Decisions
 from .runtime.disk_need import whole_checkpoints
@@ -37,7 +36,7 @@ from .runtime.recording import RunRecord
 from .runtime.report import StepClock, log
 from .runtime.resume.run import ResumableRun
 from .runtime.resume.writer import ResumeOptions
-from .runtime.run_report import describe_run, end_line, start_lines
+from .runtime.run_report import describe_run, end_line, nothing_left_line, start_lines
 from .runtime.saving import finish_interrupted_saves, written_once
 from .runtime.stores import Stores
 from .runtime.training_data import TrainingData, steps_of_training
@@ -240,16 +239,7 @@ class Session:
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter], options: dict[str, Any]) -> Any:
         """Builds the optimizer that the trainer's ``AdamW(...)`` call asks for."""
-        named = name_parameters(self.model, parameters)
-        if self.parallel.owns_optimizer:
-            if self.settings.optimizer != "adamw":
-                log(f"optimizer=adamw instead_of={self.settings.optimizer} reason='{self.parallel.optimizer_reason}'")
-            trained = [parameter for _, parameter in named if parameter.requires_grad]
-            self.loop.optimizer = self.optimizer = torch.optim.AdamW(trained, **options)
-            return self.optimizer
-        gradients, states = self.stores.gradients, self.stores.placement.states
-        self.optimizer = build_optimizer(self.settings.optimizer, named, gradients, states, seed=self.seed, **options)
-        self.loop.drive(self.optimizer)
+        self.optimizer = make_optimizer(self, parameters, options)
         return self.optimizer
 
     def before_prepare(self, objects: tuple[Any, ...]) -> None:
@@ -346,10 +336,7 @@ class Session:
         self.clock.go_on_from(steps)
         self.record.micro_batches = self.resume.position.micro_batches
         if steps == self.loop.total_steps:
-            log(
-                f"resume: this training had come to its end (step {steps} of {steps}), and nothing is trained now. For "
-                "another one set OUTPUT_DIR to a new folder, or MOSS_LOWMEM_RESUME=off to train this one anew."
-            )
+            log(nothing_left_line(steps))
 
     def say_once(self, line: str) -> None:
         """Logs a line the first time it is said."""

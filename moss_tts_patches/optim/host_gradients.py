@@ -189,7 +189,7 @@ class HostGradients(GradientStore):
             self._fetched = torch.cuda.current_stream(values.device).record_event()
         if self._clip is None:
             return values
-        return values * self._clip.to(values.device)
+        return values * self._clip  # a number: on its way to the GPU it would wait for everything before it
 
     def zero(self) -> None:
         self.wait()
@@ -279,7 +279,7 @@ class TransferLane:
         with torch.cuda.stream(self._stream):
             staged.copy_(value, non_blocking=True)
             value.record_stream(self._stream)
-            arrived = torch.cuda.Event()
+            arrived = torch.cuda.Event(blocking=True)  # the worker sleeps until then, where it would ask all the time
             arrived.record(self._stream)
         return arrived
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from ..families.family import TrainingContext, supervised_positions
 from ..loss.engine import LossEngine
 from ..loss.problem import IGNORE_INDEX
 from ..memory.card import StorePlacement
+from ..optim import build_optimizer
 from .checkpointing import layer_parameters
 from .nonfinite import NonFiniteGradients
 from .plan import card_memory
@@ -85,6 +86,31 @@ def _training_context(session: Session) -> TrainingContext:
         every_weight=session.parallel.several,
         inside_forward=session.parallel.loss_inside_forward,
     )
+
+
+def make_optimizer(session: Session, parameters: Iterable[nn.Parameter], options: dict[str, Any]) -> Any:
+    """Builds the optimizer, the layer's own or the one that an engine asks for, and has the loop know it.
+
+    Args:
+        session: its model is loaded.
+        parameters: as the trainer gives them to its ``AdamW(...)``.
+        options: that call's.
+
+    Raises:
+        SeamError: some parameters are not the model's.
+    """
+    settings, parallel, loop = session.settings, session.parallel, session.loop
+    named = name_parameters(session.model, parameters)
+    if parallel.owns_optimizer:
+        if settings.optimizer != "adamw":
+            log(f"optimizer=adamw instead_of={settings.optimizer} reason='{parallel.optimizer_reason}'")
+        trained = [parameter for _, parameter in named if parameter.requires_grad]
+        loop.optimizer = torch.optim.AdamW(trained, **options)
+        return loop.optimizer
+    gradients, states = session.stores.gradients, session.stores.placement.states
+    optimizer = build_optimizer(settings.optimizer, named, gradients, states, seed=session.seed, **options)
+    loop.drive(optimizer)
+    return optimizer
 
 
 def name_parameters(model: nn.Module, given: Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:

@@ -58,3 +58,11 @@ def describe_run(session: Session) -> dict[str, Any]:
 def end_line(clock: StepClock, device: torch.device) -> str:
     """Returns the log's last line; this process has done a step."""
     return f"steps={clock.steps} median_step_time={clock.median_seconds():.2f}s {peak_memory(device)}"
+
+
+def nothing_left_line(steps: int) -> str:
+    """Returns what a resumed training of so many steps says that had done them all."""
+    return (
+        f"resume: this training had come to its end (step {steps} of {steps}), and nothing is trained now. For another "
+        "one set OUTPUT_DIR to a new folder, or MOSS_LOWMEM_RESUME=off to train this one anew."
+    )
