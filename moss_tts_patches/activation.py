@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import EnvironmentProblem, SettingsError, ending_the_run
 from .families import FAMILIES, recognise_family
 from .families.family import Family
+from .last_words import READINGS_VARIABLE
 from .launch.deepspeed import broken_deepspeed
 from .messages import Messages, language_of
 from .runtime.accelerator import lowmem_accelerator
@@ -155,7 +156,7 @@ def patch_saving(session: Session) -> None:
 
 
 def _surroundings(environment: Mapping[str, str]) -> Surroundings:
-    readings = environment.get("MOSS_READINGS_FOLDER")  # of launch/supervise.py, which explains a kill with them
+    readings = environment.get(READINGS_VARIABLE)
     return Surroundings(
         messages=Messages(language_of(environment)),
         config_file=environment.get("ACCELERATE_CONFIG_FILE", ""),

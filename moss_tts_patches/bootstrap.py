@@ -72,9 +72,7 @@ def _activate(main: ModuleType, parser: Any, arguments: list[str]) -> Any:
 
 def _or_exit(step: Any, *arguments: Any) -> Any:
     """Runs a step of the activation; the layer's errors end the process with their one message."""
-    from .errors import LowMemError
+    from .errors import ending_the_run
 
-    try:
+    with ending_the_run():
         return step(*arguments)
-    except LowMemError as error:
-        raise SystemExit(f"[lowmem] error: {error}") from None

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from .last_words import leave
+
 
 class LowMemError(RuntimeError):
     """Base of every error that the layer raises on purpose."""
@@ -51,4 +53,5 @@ def ending_the_run() -> Iterator[None]:
     try:
         yield
     except LowMemError as error:
+        leave(str(error))
         raise SystemExit(f"[lowmem] error: {error}") from None

@@ -13,9 +13,10 @@ import pytest
 from launcher import BIN, environment_of
 from test_watcher import SECONDS_ALLOWED, wait_for
 
+from moss_tts_patches.last_words import READINGS_VARIABLE
 from moss_tts_patches.launch import supervise as supervise_module
 from moss_tts_patches.launch.allocator import NAMES, SETTING, allocator_environment, installed_torch, variable_name
-from moss_tts_patches.launch.supervise import READINGS_VARIABLE, prepared_environment, supervise
+from moss_tts_patches.launch.supervise import prepared_environment, supervise
 
 # -- the launcher -----------------------------------------------------------------------------------------------------
 
@@ -65,6 +66,25 @@ def test_a_trainer_that_ends_by_itself_is_not_explained(body: str) -> None:
     assert done.returncode == (0 if body == "pass" else 1)
     assert "[lowmem]" not in done.stderr
     assert ("said" in done.stderr) == ("said" in body)
+
+
+REFUSAL = (
+    "from moss_tts_patches.errors import SettingsError, ending_the_run\n"
+    "with ending_the_run():\n    raise SettingsError('too much of it\\nand more')"
+)
+
+
+@pytest.mark.parametrize("between", [True, False])
+def test_what_stopped_a_training_is_the_last_line_again(between: bool) -> None:
+    """Below accelerate's traceback; where nothing stands in between it is that already."""
+    command = [sys.executable, "-c", REFUSAL]
+    if between:
+        shell = '"$0" -c "$1"; "$0" -c "$1"; echo Traceback >&2; exit 1'
+        command = ["sh", "-c", shell, *command[::2]]
+    done = run_supervised(*command)
+    said = "[lowmem] error: too much of it\nand more\n"
+    again = "Traceback\n[lowmem] The training was stopped by this, whatever stands in between: too much of it\n"
+    assert (done.returncode, done.stderr) == (1, 2 * said + again if between else said)
 
 
 def test_the_message_is_in_the_users_language() -> None:

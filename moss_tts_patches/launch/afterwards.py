@@ -43,12 +43,14 @@ class Ending:
         trainers: last readings of every training process that it started.
         oom_kills: how many processes the kernel killed for lack of memory meanwhile; None where it does not say.
         passed_on: the signal that the launcher was asked to pass on, if any.
+        last_words: of training processes that the layer stopped, printed long before the end.
     """
 
     status: int
     trainers: Sequence[LastReadings] = ()
     oom_kills: int | None = None
     passed_on: int | None = None
+    last_words: Sequence[str] = ()
 
     @property
     def lost(self) -> list[LastReadings]:
@@ -96,11 +98,15 @@ def _parse(content: dict[str, Any]) -> LastReadings:
 def explain_ending(ending: Ending, say: Messages) -> list[str]:
     """Explains an end by SIGKILL or SIGTERM, or of a training process that could say nothing; else no lines.
 
+    What the layer itself stopped is named again: it stands above tracebacks of whatever launched the training.
+
     A process under ``accelerate launch`` that is killed ends the launcher with status 1: what tells is that its watcher
     did not mark the end.
     """
     if ending.status == 0 or ending.passed_on == signal.SIGINT:
         return []
+    if ending.last_words:
+        return [say("ended_by_the_layer", message=words.splitlines()[0]) for words in ending.last_words]
     killed_by = killing_signal(ending.status)
     if killed_by not in ("SIGKILL", "SIGTERM") and not ending.lost:
         return []

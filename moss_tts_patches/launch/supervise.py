@@ -18,14 +18,12 @@ from types import FrameType
 
 import psutil  # comes with accelerate
 
+from ..last_words import READINGS_VARIABLE
+from ..last_words import read as read_last_words
 from ..memory.readings import HostReading, is_wsl, read_host
 from ..messages import Messages, language_of
 from .afterwards import Ending, explain_ending, read_trainers, shell_status
 from .allocator import allocator_environment, installed_torch
-
-#: Names a folder in which every training process keeps its last readings as ``<pid>.json``. Not a setting: the
-#: launcher gives it to the processes that it starts.
-READINGS_VARIABLE = "MOSS_READINGS_FOLDER"
 
 _PASSED_ON = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
@@ -62,7 +60,8 @@ def supervise(program: str, command: list[str], environment: Mapping[str, str]) 
         before = read_host()
         child = _Child(folder)
         status = child.run(program, command, {**environment, READINGS_VARIABLE: str(folder)})
-        ending = Ending(status, read_trainers(folder), _oom_kills(before, read_host()), child.passed_on)
+        words = read_last_words(folder, but=child.pid)
+        ending = Ending(status, read_trainers(folder), _oom_kills(before, read_host()), child.passed_on, words)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     for line in explain_ending(ending, Messages(language_of(environment))):
@@ -93,6 +92,11 @@ class _Child:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self._told: set[psutil.Process] = set()
+
+    @property
+    def pid(self) -> int:
+        """Number of the command's own process, 0 before there is one."""
+        return self._process.pid if self._process is not None else 0
 
     def run(self, program: str, command: list[str], environment: Mapping[str, str]) -> int:
         """Starts the command; waits for it and for every process that a signal was passed on to."""

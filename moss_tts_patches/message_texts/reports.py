@@ -47,6 +47,10 @@ REPORT_TEXTS: dict[str, tuple[str, str]] = {
     ),
     "oom_written": ("Written to {path}.", "已写入 {path}。"),
     # -- after a kill -------------------------------------------------------------------------------------------------
+    "ended_by_the_layer": (
+        "The training was stopped by this, whatever stands in between: {message}",
+        "训练因此停止（中间的报错只是它的后果）：{message}",
+    ),
     "ended_sigkill": (
         "The command was killed by the system (SIGKILL, status {status}).",
         "命令被系统杀死（SIGKILL，退出码 {status}）。",
