@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -246,6 +248,33 @@ def test_a_store_that_is_done_with_gives_its_memory_back():
     while threading.active_count() == before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() == before - 1
+
+
+IN_FLIGHT = """
+import sys, torch
+from moss_tts_patches.optim.host_gradients import TransferLane
+total = torch.zeros(2**26)
+lane = TransferLane(torch.device("cpu"))
+lane.run(lambda: total.add_(1.0))  # 50 ms, many times what Python needs from here to its end
+lane.run(lambda: print(int(total[-1]), flush=True))
+sys.exit(3)
+"""
+
+
+def test_a_process_that_ends_while_gradients_are_added_keeps_its_status():
+    """As at Ctrl-C, or when the GPU is full in a backward: it was abort()."""
+    ended = subprocess.run([sys.executable, "-c", IN_FLIGHT], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "1\n", "")
+
+
+def test_a_store_that_stops_watching_has_added_everything():
+    weight = nn.Parameter(torch.zeros(2**21))
+    store = HostGradients(threaded=True)
+    store.attach([("weight", weight)])
+    for _ in range(4):
+        store.add(weight, torch.ones_like(weight))
+    store.detach()
+    assert store._view(weight).eq(4.0).all()
 
 
 def test_the_worker_is_not_held_to_the_launchers_one_thread(monkeypatch):

@@ -11,6 +11,7 @@ import functools
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,9 @@ WIDENED_ELEMENTS = 2**18
 
 # What keeps a desktop's memory busy. accelerate's launcher leaves a training one thread (OMP_NUM_THREADS=1).
 WORKER_THREADS = 4
+
+# For what is queued when the thread has to end: four pieces, added in under a second unless the GPU hangs.
+LONGEST_END_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,11 @@ class TransferLane:
         self._errors: list[BaseException] = []
         # The thread knows no lane: what nobody else uses any more can go.
         arguments = (self._jobs, self._errors)
-        threading.Thread(target=_work, args=arguments, name="moss-lowmem-gradients", daemon=True).start()
+        thread = threading.Thread(target=_work, args=arguments, name="moss-lowmem-gradients", daemon=True)
+        thread.start()
+        # At the process's end too: Python ends a daemon thread that comes back from torch by unwinding its stack, which
+        # C++ answers with abort(): status 134 instead of the run's own.
+        self._end = weakref.finalize(self, _end, self._jobs, thread)
 
     def send(self, value: torch.Tensor, consume: Callable[[torch.Tensor], object]) -> None:
         """Queues a flat tensor of at most ``PIECE_ELEMENTS`` elements."""
@@ -268,8 +276,8 @@ class TransferLane:
             ) from self._errors[0]
 
     def close(self) -> None:
-        """Ends the thread once everything queued so far is done."""
-        self._jobs.put(None)
+        """Ends the thread, and returns once everything queued so far is done."""
+        self._end()
 
     def _copy(self, value: torch.Tensor, staged: torch.Tensor) -> torch.cuda.Event | None:
         if self._stream is None:
@@ -296,6 +304,12 @@ def _work(jobs: queue.Queue[Callable[[], object] | None], errors: list[BaseExcep
             del job  # it holds parts of the arena, and the next one may never come
             jobs.task_done()
     jobs.task_done()
+
+
+def _end(jobs: queue.Queue[Callable[[], object] | None], thread: threading.Thread) -> None:
+    jobs.put(None)
+    if thread is not threading.current_thread():  # a lane may be collected anywhere
+        thread.join(LONGEST_END_SECONDS)
 
 
 def _usable_cores() -> int:
