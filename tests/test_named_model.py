@@ -67,7 +67,9 @@ def test_a_cached_model_of_a_hub_is_looked_at(hub: Path) -> None:
         check_named_model("owner/a-model", "moss_tts_local")
 
 
-@pytest.mark.parametrize("name", ["/data/nope", "./nope", "~/models/nope", "a/b/c", "my model", "C:\\models\\nope"])
+@pytest.mark.parametrize(
+    "name", ["/data/nope", "./nope", "~/models/nope", "a/b/c", "my model", "C:\\models\\nope", "run--1/nope", "a/nope-"]
+)
 def test_a_path_that_is_not_there_is_called_so(name: str) -> None:
     with pytest.raises(SettingsError, match="no such folder, and not the form of a name on a model hub"):
         check_named_model(name, "moss_tts_local")

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 from ..errors import SettingsError
 from ..launch.families import family_of_config
-
-# What a model hub takes for a repository: a name, or an owner and a name.
-_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def check_named_model(model_path: str, family: str) -> None:
@@ -56,12 +52,14 @@ def _config_file(model_path: str) -> Path | None:
             f"--model-path {model_path} has no config.json; expected a checkpoint's folder. In a training's output "
             "folder that is a checkpoint-epoch-N. Correct MODEL_PATH."
         )
-    if _HUB_NAME.fullmatch(model_path) is None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(model_path, "config.json")
+    except HFValidationError:
         raise SettingsError(
             f"--model-path {model_path}: no such folder, and not the form of a name on a model hub (OWNER/NAME). "
             "Correct MODEL_PATH."
-        )
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(model_path, "config.json")
+        ) from None
     return Path(cached) if isinstance(cached, str) else None
