@@ -216,16 +216,22 @@ def test_tensorboard_gets_every_step_and_drops_what_is_done_again(tmp_path: Path
     assert writer.closed
 
 
-def test_no_training_ends_because_tensorboard_meets_a_full_disk(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    class Full(Writer):
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            raise OSError(28, "No space left on device")
+@pytest.mark.parametrize(
+    ("method", "cost"), [("add_scalar", "it gets no more steps"), ("close", "its last steps may be missing")]
+)
+def test_no_training_ends_because_tensorboard_meets_a_full_disk(
+    tmp_path: Path, monkeypatch: Any, method: str, cost: str
+) -> None:
+    """``close`` writes what is still in its queue; where bad gradients stop a run, before it is said why."""
 
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Full))
-    record = RunRecord("0", print)
-    assert record_two_steps(tmp_path, record=record) is record
-    said = "warning: TensorBoard: No space left on device; it gets no more steps"
-    assert capsys.readouterr().out.splitlines() == [said]
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    writer = type("Full", (Writer,), {method: full})
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=writer))
+    said: list[str] = []
+    record_two_steps(tmp_path, record=RunRecord("0", said.append)).ended()
+    assert said == [f"warning: TensorBoard: No space left on device; {cost}"]
 
 
 def test_tensorboard_is_not_needed(tmp_path: Path, monkeypatch: Any) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,9 @@ class RunRecord:
     def ended(self) -> None:
         """The training is over, or the process ends; may be called twice."""
         while self._outlets:
-            self._outlets.pop().close()
+            outlet = self._outlets.pop()
+            with self._whatever_it_says(outlet, "its last steps may be missing"):
+                outlet.close()
 
     def event(self, values: Mapping[str, Any]) -> None:
         """Writes a line about something else than a step; it must not hold a ``loss``."""
@@ -112,12 +114,18 @@ class RunRecord:
             epoch = self.micro_batches / (micro_batches_per_epoch or 1)
             values = self._recorder.step(number, epoch, lr, self.gradient_norm, skipped)
             for outlet in [*self._outlets]:
-                try:
+                with self._whatever_it_says(outlet, "it gets no more steps"):
                     outlet.step(values)
-                except OSError as error:  # TensorBoard's own thread met a full disk; no training ends for that
-                    self._say(f"warning: {type(outlet).__name__}: {error.strerror or error}; it gets no more steps")
-                    self._outlets.remove(outlet)
         self.gradient_norm = None
+
+    @contextmanager
+    def _whatever_it_says(self, outlet: StepBar | TensorBoard | Wandb, cost: str) -> Iterator[None]:
+        """TensorBoard's own thread may meet a full disk, and says so here: no training ends for that."""
+        try:
+            yield
+        except OSError as error:
+            self._say(f"warning: {type(outlet).__name__}: {error.strerror or error}; {cost}")
+            self._outlets = [other for other in self._outlets if other is not outlet]
 
     def validation(self, values: dict[str, Any]) -> None:
         """Validation records were evaluated."""
