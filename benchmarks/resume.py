@@ -31,9 +31,10 @@ from test_resume_kill import KEEP, kill_a_writer, payload
 
 from moss_tts_patches.adapters.injection import inject
 from moss_tts_patches.adapters.plan import AdapterPlan
+from moss_tts_patches.cores import cores
 from moss_tts_patches.data.check import RecordCheck, make_counter
 from moss_tts_patches.data.install import no_garbage_collection
-from moss_tts_patches.data.pool import cores, examiners
+from moss_tts_patches.data.pool import examiners
 from moss_tts_patches.data.processors import load_processor
 from moss_tts_patches.families import FAMILIES
 from moss_tts_patches.memory.upstream_source import SOURCES, load_classes

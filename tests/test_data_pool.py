@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from test_data_check import SPEECH, speech, write
 
+from moss_tts_patches.cores import cores
 from moss_tts_patches.data import pool as data_pool
 from moss_tts_patches.data.check import RecordCheck, UpperBounds, check_files, reading_bar
-from moss_tts_patches.data.pool import cores, examiners, workers_for
+from moss_tts_patches.data.pool import examiners, workers_for
 from moss_tts_patches.data.tokens import token_ids
 from moss_tts_patches.data.worker import receive, send
 from moss_tts_patches.errors import DataError

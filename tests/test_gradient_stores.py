@@ -279,7 +279,7 @@ def test_a_store_that_stops_watching_has_added_everything():
 
 def test_the_worker_is_not_held_to_the_launchers_one_thread(monkeypatch):
     """accelerate launch sets OMP_NUM_THREADS=1 for a training on a GPU."""
-    monkeypatch.setattr(host_gradients, "_usable_cores", lambda: 3)
+    monkeypatch.setattr(host_gradients, "cores", lambda: 3)
     own, found = torch.get_num_threads(), []
     lane = host_gradients.TransferLane(torch.device("cpu"))
     lane.run(lambda: found.append(torch.get_num_threads()))

@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, cast
 
+from ..cores import cores
 from .files import read_lines
 from .lines import Examined, examine_lines
 from .rules import RecordRules
@@ -38,12 +39,6 @@ _MOST_WORKERS = 8
 _START = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from moss_tts_patches.data import worker; worker.main()"
 )
-
-
-def cores() -> int:
-    """Returns how many cores this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
 def workers_for(files: Sequence[Path], processes: int = 1) -> int:

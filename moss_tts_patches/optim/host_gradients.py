@@ -8,7 +8,6 @@ one worker thread adds them, in the order in which they came, so that a sum does
 from __future__ import annotations
 
 import functools
-import os
 import queue
 import threading
 import weakref
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..cores import cores
 from ..errors import NumericsError
 from ..memory.placement import empty_host
 from .gradients import ChunkSum, GradientStore
@@ -294,7 +294,7 @@ class TransferLane:
 
 def _work(jobs: queue.Queue[Callable[[], object] | None], errors: list[BaseException]) -> None:
     """Does ``jobs`` in their order; ``errors`` gets what they raise, and later jobs still free their buffers."""
-    torch.set_num_threads(max(torch.get_num_threads(), min(WORKER_THREADS, _usable_cores())))
+    torch.set_num_threads(max(torch.get_num_threads(), min(WORKER_THREADS, cores())))
     while (job := jobs.get()) is not None:
         try:
             job()
@@ -310,13 +310,6 @@ def _end(jobs: queue.Queue[Callable[[], object] | None], thread: threading.Threa
     jobs.put(None)
     if thread is not threading.current_thread():  # a lane may be collected anywhere
         thread.join(LONGEST_END_SECONDS)
-
-
-def _usable_cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # Windows, macOS
-        return os.cpu_count() or 1
 
 
 def _add(total: torch.Tensor, value: torch.Tensor) -> None:
