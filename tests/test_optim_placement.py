@@ -143,6 +143,21 @@ def test_forked_processes_do_not_have_page_locked_memory(monkeypatch, numel, acc
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if accepted else 11)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked there")
+def test_a_forked_process_cannot_free_memory_that_it_does_not_have(monkeypatch):
+    """It was a segmentation fault: malloc took the place for the next buffer of about that size."""
+    monkeypatch.setattr(placement, "lock_pages", lambda address, size: True)
+    monkeypatch.setattr(placement, "unlock_pages", lambda address: None)
+    torch.empty(30 * 2**20, dtype=torch.uint8)  # once it is freed, glibc takes blocks of this size from its heap
+    buffers = [empty_host(2**20, torch.uint8, pinned=True) for _ in range(3)]
+    child = os.fork()
+    buffers.clear()
+    if not child:
+        os._exit(sum(int(torch.ones(2**19, dtype=torch.uint8).sum()) != 2**19 for _ in range(8)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not placement._locked and not placement._kept_after_fork  # the one that has them gives them back
+
+
 def has_pages(address: int) -> bool:
     ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)

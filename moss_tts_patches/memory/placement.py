@@ -30,6 +30,9 @@ _CGROUP = "/sys/fs/cgroup"
 _observers: dict[int, Callable[[torch.UntypedStorage], object]] = {}
 _observer_ids = itertools.count()
 _warned_unpinned = False
+# Page-locked buffers by address, and what keeps them in a forked process.
+_locked: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+_kept_after_fork: list[torch.UntypedStorage] = []
 
 
 class ObserverHandle:
@@ -158,7 +161,8 @@ def _page_locked(size: int) -> torch.Tensor:
     address = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     if lock_pages(address, whole):
         _inherit(address, whole, False)
-        weakref.finalize(memory.untyped_storage(), _release, address, whole).atexit = False
+        _locked[address] = memory.untyped_storage()
+        weakref.finalize(_locked[address], _release, address, whole).atexit = False
     elif not _warned_unpinned:
         _warned_unpinned = True
         warnings.warn(
@@ -190,6 +194,15 @@ def _inherit(address: int, size: int, inherited: bool) -> None:
         return
     advice = mmap.MADV_DOFORK if inherited else mmap.MADV_DONTFORK
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), advice)
+
+
+def _keep_after_fork() -> None:
+    """Has a forked process free no buffer: without its pages, malloc would hand out what is not there."""
+    _kept_after_fork.extend(_locked.values())
+
+
+if hasattr(os, "register_at_fork"):  # not Windows
+    os.register_at_fork(after_in_child=_keep_after_fork)
 
 
 def lock_pages(address: int, size: int) -> bool:
