@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -120,8 +119,9 @@ def adapter_training(settings: Settings, family: Family) -> AdapterTraining | No
     """Returns the adapter side of the run, or None where all weights are trained."""
     if settings.method == "full":
         return None
-    # PEFT imports it, and it warns that a kernel for 4-bit inference on the CPU is missing, which nothing here needs.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    from .adapters import mute_bitsandbytes
+
+    mute_bitsandbytes()
     from .adapters.plan import AdapterPlan, options_from_file
     from .adapters.training import AdapterTraining
 

@@ -28,6 +28,7 @@ RATE_STEPS = {"MOSS_LOWMEM_CORRECTIONS": "learning_rate_steps"}
 # All 12 records are one window, whose gradient is the same whatever record meets which process.
 WHOLE = ("--per-device-batch-size", "1", "--num-epochs", "3", "--adam-eps", "1e-6", "--max-grad-norm", "0.1")
 WINDOW = {1: ("--gradient-accumulation-steps", "12"), 2: ("--gradient-accumulation-steps", "6")}
+TWO_EPOCHS = ("--num-epochs", "2", "--warmup-ratio", "0", "--adam-eps", "1e-6")
 # torchrun gives the other ranks 30 s after SIGTERM; gloo notices a lost peer at once.
 SECONDS_TO_NOTICE = 45
 LORA = {"MOSS_LOWMEM_METHOD": "lora", "MOSS_LOWMEM_LORA_DROPOUT": "0", "MOSS_LOWMEM_MERGE": "none"}
@@ -73,8 +74,7 @@ def run(server, inputs, tmp_path_factory):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_losses_and_weights_equal_the_trainers_own_two_processes(run, family):
-    options = ("--num-epochs", "2", "--warmup-ratio", "0", "--adam-eps", "1e-6")
-    plain, ours = run(family, options=options), run(family, options=options, layer=layer(EXACT))
+    plain, ours = run(family, options=TWO_EPOCHS), run(family, options=TWO_EPOCHS, layer=layer(EXACT))
     assert len(plain.losses) == 4
     assert ours.losses == pytest.approx(plain.losses, abs=TOLERANCES["printed_loss_unit"])
     assert ours.rates == plain.rates
@@ -302,6 +302,5 @@ def test_saved_adapters_of_two_processes_are_whole(run):
 
 def test_weights_are_written_by_one_process(run):
     """The control is the trainer without the layer: both processes write the same file."""
-    options = ("--num-epochs", "2", "--warmup-ratio", "0", "--adam-eps", "1e-6")
-    plain, ours = run(FAMILIES[0], options=options), run(FAMILIES[0], options=options, layer=layer(EXACT))
+    plain, ours = run(FAMILIES[0], options=TWO_EPOCHS), run(FAMILIES[0], options=TWO_EPOCHS, layer=layer(EXACT))
     assert (plain.writers, ours.writers) == ({"0", "1"}, {"0"})

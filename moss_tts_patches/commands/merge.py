@@ -29,15 +29,13 @@ def merge(
 
     An adapter of a 4-bit base (QLoRA) is merged into the 16-bit model. A merge that fails leaves nothing behind.
     """
-    import logging
-
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+    from ..adapters import mute_bitsandbytes
     from ..errors import LowMemError
 
-    # PEFT imports it, and it warns that a kernel for 4-bit inference on the CPU is missing, which nothing here needs.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    mute_bitsandbytes()
     path = Path(os.path.abspath(adapter))
     from ..adapters.merge import merge_adapter
     from ..families import FAMILIES

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -60,13 +59,13 @@ def plan(
     The real model classes run one training step at full size on tensors without memory: no weights, no GPU. The first
     time takes two minutes, afterwards the figures come from a cache.
     """
+    from ..adapters import mute_bitsandbytes
     from ..adapters.shapes import adapter_shapes
     from ..errors import LowMemError
     from ..memory.methods import SHAPES
     from ..memory.plan_cache import PlanCache, user_cache_folder
 
-    # PEFT imports it, and it asks for a kernel for 4-bit inference on the CPU, which nothing here needs.
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    mute_bitsandbytes()
     SHAPES.update(adapter_shapes())
     pinned = {key: value for key, value in (("method", method), ("chunk_frames", chunk_frames)) if value is not None}
     try:

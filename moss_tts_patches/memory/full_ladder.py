@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import EnvironmentProblem, SettingsError
+from ..hub_cache import cached_config
 from .figures import RungFigures
 from .ladder import Pinned, list_rungs
 from .methods import SHAPES
@@ -182,13 +183,11 @@ def find_checkpoint(name: str) -> Path:
     if (Path(name) / "config.json").is_file():
         return Path(name)
     try:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(name, "config.json")
+        found = cached_config(name)
     except (ImportError, ValueError):  # not the form of a repository's name
         found = None
-    if isinstance(found, str):
-        return Path(found).parent
+    if found is not None:
+        return found.parent
     raise EnvironmentProblem(
         f"model {name}: found no folder with a config.json of that name and no cached hub repository. Correct the "
         "path, download the model (hf download OWNER/NAME), or leave it out (moss-lowmem plan: --family and --size)."

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from ..errors import SettingsError
+from ..hub_cache import cached_config
 from ..launch.families import family_of_config
 
 
@@ -52,14 +53,10 @@ def _config_file(model_path: str) -> Path | None:
             f"--model-path {model_path} has no config.json; expected a checkpoint's folder. In a training's output "
             "folder that is a checkpoint-epoch-N. Correct MODEL_PATH."
         )
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
     try:
-        cached = try_to_load_from_cache(model_path, "config.json")
-    except HFValidationError:
+        return cached_config(model_path)
+    except ValueError:
         raise SettingsError(
             f"--model-path {model_path}: no such folder, and not the form of a name on a model hub (OWNER/NAME). "
             "Correct MODEL_PATH."
         ) from None
-    return Path(cached) if isinstance(cached, str) else None

@@ -34,7 +34,7 @@ MENTIONED = ("model_path", "max_grad_norm", "mixed_precision", "channelwise_loss
 #: Settings that do so.
 MENTIONED_SETTINGS = ("corrections", "lora_dropout")
 
-# Read of each frozen tensor: another fine-tune of the same base differs in nearly every element.
+# Read of each tensor: another fine-tune of the same base differs in nearly every element.
 _SAMPLED = 64
 # Ends of a config's keys: where it came from and how this machine runs it, not what the model is.
 _INCIDENTAL = ("name_or_path", "transformers_version", "dtype", "use_cache", "attn_implementation")
@@ -63,10 +63,7 @@ def _outline(value: Any) -> Any:
 def model_fingerprint(model: nn.Module) -> str:
     """Returns a hash of the config and of the frozen weights, which a point does not hold."""
     digest = hashlib.sha256(json.dumps(_essential(_config(model)), sort_keys=True, default=str).encode())
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-            digest.update(_sample(parameter.detach()))
+    _add_weights(digest, model, trained=False)
     return digest.hexdigest()
 
 
@@ -76,11 +73,15 @@ def base_fingerprint(model: nn.Module) -> str:
     A point replaces them, so that another base under the same config would be forgotten without a word.
     """
     digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            digest.update(f"{name} {parameter.dtype}".encode())
-            digest.update(_sample(parameter.detach()))
+    _add_weights(digest, model, trained=True)
     return digest.hexdigest()
+
+
+def _add_weights(digest: Any, model: nn.Module, *, trained: bool) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad is trained:
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            digest.update(_sample(parameter.detach()))
 
 
 def _config(model: nn.Module) -> dict[str, Any]:
